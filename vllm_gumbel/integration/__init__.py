@@ -1,0 +1,1 @@
+"""Everything that touches vLLM; `plugin.py` keeps the ledger of what is replaced there."""

@@ -1,0 +1,195 @@
+"""`register()`: what the plugin replaces in vLLM, and when.
+
+vLLM calls it in every process (entry point group `vllm.general_plugins`). It only wraps; nothing of ours acts until a
+configuration chooses a sampler other than `default`. The ledger, all of it the same in 0.31 to 0.33:
+
+| what                                              | how, when                | why                      | can go when |
+|---------------------------------------------------|--------------------------|--------------------------|-------------|
+| `EngineArgs.add_cli_args`                         | wrapped, always          | adds the group "Sampler" | plugins can declare flags |
+| `EngineArgs.from_cli_args`                        | wrapped, always          | flags into `additional_config` | the same |
+| `EngineArgs.create_engine_config`                 | wrapped, always; passes through for `default` | refuses a bad choice before anything starts | \
+vLLM has a sampler option (RFC vllm#51212) |
+| `WorkerWrapperBase.init_device`                   | wrapped, always; passes through for `default` | the last moment before the model runner is \
+built | the same |
+| `gpu_model_runner.Sampler`                        | name replaced, in a worker that chose a sampler | the runner builds it by that name | the same |
+| `gpu_model_runner.InputBatch`                     | name replaced, if the sampler asks for it | seed and position per row | \
+the runner hands positions to the sampler, as V2 does |
+| `InputProcessor._build_logits_processors_params_validator` | wrapped once a sampler was chosen | bad parameters become a 400 | \
+samplers can validate parameters |
+| `SamplingParams.from_optional`                    | wrapped once a sampler was chosen | a NaN logit bias is refused, \
+where vLLM turns it into -100 | vLLM refuses it |
+| `prometheus.get_prometheus_registry`              | wrapped once a sampler was chosen | workers' counters on `/metrics` | \
+vLLM lets plugins add collectors |
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+from vllm_gumbel.integration import choice, compat, registry
+from vllm_gumbel.metrics.exporter import FolderCollector, shared_folder
+from vllm_gumbel.params import ParamsError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.gumbel")
+
+#: Names replaced in the module of vLLM's runner, with what they were.
+_stock_names: dict[str, Any] = {}
+
+#: Folders whose counters this process already shows.
+_shown_folders: set[str] = set()
+
+
+def register() -> None:
+    """Wrap vLLM's configuration and worker start-up; a second call changes nothing."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    _wrap(EngineArgs, "add_cli_args", _add_cli_args, staticmethod)
+    _wrap(EngineArgs, "from_cli_args", _from_cli_args, classmethod)
+    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    _wrap(WorkerWrapperBase, "init_device", _init_device)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], kind: Callable[[Any], Any] = lambda f: f) -> None:
+    """Replace `owner.name` by `wrapper(original, *arguments)`, once."""
+    original = owner.__dict__[name]
+    plain = getattr(original, "__func__", original)
+    if getattr(plain, "wrapped_by_vllm_gumbel", False):
+        return
+
+    @wraps(plain)
+    def replacement(*arguments: Any, **keywords: Any) -> Any:
+        return wrapper(plain, *arguments, **keywords)
+
+    replacement.wrapped_by_vllm_gumbel = True  # type: ignore[attr-defined]
+    setattr(owner, name, kind(replacement))
+
+
+def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
+    parser = original(parser)
+    choice.add_flags(parser)
+    return parser
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
+    choice.merge_flags(args)
+    return original(cls, args)
+
+
+def _create_engine_config(original: Callable[..., Any], self: Any, *arguments: Any, **keywords: Any) -> Any:
+    chosen = choice.read(self.additional_config)
+    if chosen.is_default:
+        return original(self, *arguments, **keywords)
+    compat.require_supported_version()
+    cls = registry.resolve(chosen.name)
+    config = original(self, *arguments, **keywords)
+    if hasattr(cls, "check_config"):
+        cls.check_config(config)
+    choice.carry(chosen, config)
+    _prepare_frontend(chosen)
+    return config
+
+
+def _prepare_frontend(chosen: choice.Choice) -> None:
+    """Let this process refuse bad parameters and show the workers' counters."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    _wrap(InputProcessor, "_build_logits_processors_params_validator", _build_validator)
+    _wrap(SamplingParams, "from_optional", _from_optional, staticmethod)
+    if chosen.settings.metrics:
+        try:
+            _show_metrics(chosen)
+        except OSError as error:
+            logger.warning("vllm-gumbel: no metrics, tokens are drawn all the same: %s", error)
+
+
+def _build_validator(original: Callable[..., Any], self: Any) -> Callable[[Any], None]:
+    stock = original(self)
+    cls = registry.resolve(choice.read(self.vllm_config.additional_config).name)
+    ours = getattr(cls, "validate_params", None)
+    if ours is None:
+        return stock
+
+    def validate(params: Any) -> None:
+        from vllm.exceptions import VLLMValidationError
+
+        try:
+            ours(params)
+        except ParamsError as error:
+            raise VLLMValidationError(str(error), parameter=error.key, value=error.value) from None
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from error
+        stock(params)
+
+    return validate
+
+
+def _from_optional(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    for token, bias in (keywords.get("logit_bias") or {}).items():
+        if not math.isfinite(bias):
+            raise ValueError(f"logit_bias must hold finite numbers, got {bias} for token {token}")
+    return original(*arguments, **keywords)
+
+
+def _show_metrics(chosen: choice.Choice) -> None:
+    """Add the workers' counters to the registry that `/metrics` serves, once per folder."""
+    import sys
+
+    from prometheus_client import REGISTRY
+    from vllm.v1.metrics import prometheus
+
+    folder = shared_folder(chosen.settings.metrics_directory)
+    if str(folder) in _shown_folders:
+        return
+    _shown_folders.add(str(folder))
+    collector = FolderCollector(folder)
+    REGISTRY.register(collector)
+
+    def with_ours(original: Callable[..., Any]) -> Any:
+        # With several API servers vLLM builds a registry of its own that only reads the servers' files.
+        served = original()
+        if served is not REGISTRY:
+            served.register(collector)
+        return served
+
+    _wrap(prometheus, "get_prometheus_registry", with_ours)
+    user = sys.modules.get("vllm.entrypoints.serve.instrumentator.metrics")
+    if user is not None:  # it holds the function by name
+        user.get_prometheus_registry = prometheus.get_prometheus_registry  # type: ignore[attr-defined]
+
+
+def _init_device(original: Callable[..., Any], self: Any, *arguments: Any, **keywords: Any) -> Any:
+    chosen = choice.read(self.vllm_config.additional_config)
+    _choose_in_worker(chosen, self.vllm_config)
+    result = original(self, *arguments, **keywords)
+    runner = getattr(self.worker, "model_runner", None)
+    sampler = getattr(runner, "sampler", None)
+    if hasattr(sampler, "bind"):
+        sampler.bind(runner)
+    return result
+
+
+def _choose_in_worker(chosen: choice.Choice, config: "VllmConfig") -> None:
+    """Make the runner's module build the chosen sampler from now on, or vLLM's own again."""
+    if chosen.is_default and not _stock_names:
+        return
+    from vllm.v1.worker import gpu_model_runner
+
+    for name, stock in _stock_names.items():
+        setattr(gpu_model_runner, name, stock)
+    cls = registry.resolve(chosen.name)
+    if cls is None:
+        return
+    for name in ("Sampler", "InputBatch"):
+        _stock_names.setdefault(name, getattr(gpu_model_runner, name))
+    gpu_model_runner.Sampler = (
+        partial(cls.from_vllm_config, config) if hasattr(cls, "from_vllm_config") else cls  # type: ignore[misc]
+    )
+    if hasattr(cls, "input_batch"):
+        gpu_model_runner.InputBatch = cls.input_batch(config)  # type: ignore[misc]

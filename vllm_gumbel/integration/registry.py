@@ -1,0 +1,115 @@
+"""Sampler name -> class: how `--sampler` finds ours, the stock one, or somebody else's.
+
+A sampler comes from one of three places:
+
+- the entry point group `vllm_gumbel.samplers` of any installed package: `name = "module:Class"`;
+- `register_sampler(name, cls)`, called from a plugin of the group `vllm.general_plugins`, since the name must be known
+  in the API server and in every worker;
+- `--sampler module:Class`, without a name.
+
+The class is a subclass of `vllm.v1.sample.sampler.Sampler`. It is built as vLLM builds its own, or by its class method
+`from_vllm_config(vllm_config, **same_arguments)` if it has one. Optional class methods serve samplers that need more:
+
+- `check_config(vllm_config)`, called before anything starts; an exception ends the start-up with its text;
+- `validate_params(sampling_params)`, called at admission; a ValueError becomes a 400 with its text;
+- `input_batch(vllm_config)` returns what the runner builds in place of vLLM's `InputBatch`;
+- `bind(model_runner)`, on the instance, called once the runner is built.
+"""
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+DEFAULT = "default"
+GROUP = "vllm_gumbel.samplers"
+
+_registered: dict[str, type | str] = {}
+
+
+class SamplerError(ValueError):
+    """A sampler's name is unknown or claimed twice, or what it names is no sampler; the message says which."""
+
+
+def register_sampler(name: str, cls: type | str) -> None:
+    """Give a sampler a name.
+
+    Args:
+        name: what `--sampler` takes; letters, digits, `-`, `_` and `.`.
+        cls: the class, or "module:Class".
+
+    Raises:
+        SamplerError: the name is malformed, reserved, or claimed by another class.
+    """
+    if not name or not all(c.isalnum() or c in "-_." for c in name):
+        raise SamplerError(f"sampler name must consist of letters, digits, '-', '_' and '.', got {name!r}")
+    if name == DEFAULT:
+        raise SamplerError(f"sampler name {DEFAULT!r} is vLLM's own sampler and cannot be registered")
+    if _target(_registered.get(name, cls)) != _target(cls):
+        raise SamplerError(f"sampler name {name!r} is claimed by {_target(_registered[name])} and {_target(cls)}")
+    _registered[name] = cls
+
+
+def samplers() -> dict[str, type | str]:
+    """Return every named sampler but the default one.
+
+    Raises:
+        SamplerError: two packages, or a package and a registration, claim one name for different classes.
+    """
+    found: dict[str, type | str] = {}
+    origin: dict[str, str] = {}
+    claims = [(e.name, e.value, f"package {e.dist.name}" if e.dist else "a package") for e in entry_points(group=GROUP)]
+    for name, cls, where in [*claims, *((name, cls, "register_sampler") for name, cls in _registered.items())]:
+        if name == DEFAULT:
+            raise SamplerError(f"sampler name {DEFAULT!r} is vLLM's own sampler, and {where} claims it")
+        if name in found and _target(found[name]) != _target(cls):
+            raise SamplerError(
+                f"sampler name {name!r} is claimed twice: {_target(found[name])} by {origin[name]}, "
+                f"{_target(cls)} by {where}; uninstall one of them or name the class as module:Class"
+            )
+        found[name], origin[name] = cls, where
+    return found
+
+
+def check_name(name: str) -> str:
+    """Return `name` if `--sampler` may have that value.
+
+    Raises:
+        SamplerError: the name is unknown; the message lists the known ones.
+    """
+    if name != DEFAULT and ":" not in name and name not in samplers():
+        known = ", ".join([DEFAULT, *sorted(samplers())])
+        raise SamplerError(f"unknown sampler {name!r}; known: {known}, or module:Class for one of your own")
+    return name
+
+
+def resolve(name: str) -> type | None:
+    """Return the class of a sampler, None for vLLM's own.
+
+    Raises:
+        SamplerError: the name is unknown, the class cannot be imported, or it is no subclass of vLLM's Sampler.
+    """
+    from vllm.v1.sample.sampler import Sampler
+
+    if check_name(name) == DEFAULT:
+        return None
+    target = name if ":" in name else samplers()[name]
+    cls = _load(target) if isinstance(target, str) else target
+    if not (isinstance(cls, type) and issubclass(cls, Sampler)):
+        raise SamplerError(f"sampler {name!r}: {_target(target)} is not a subclass of vllm.v1.sample.sampler.Sampler")
+    return cls
+
+
+def _load(target: str) -> object:
+    """Return what "module:Class" names."""
+    module, _, attribute = target.partition(":")
+    try:
+        found: object = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SamplerError(f"sampler {target!r} cannot be imported: {error}") from error
+    return found
+
+
+def _target(cls: type | str) -> str:
+    """Return "module:Class" of a class."""
+    return cls if isinstance(cls, str) else f"{cls.__module__}:{cls.__qualname__}"

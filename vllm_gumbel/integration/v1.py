@@ -1,0 +1,269 @@
+"""The sampler `gumbel` for vLLM's model runner V1.
+
+Everything before the draw is the parent's: allowed ids, bad words, logits processors, penalties, thinking budgets, and
+raw logprobs before them. The draw, with its temperature and filters, is ours.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.logits_processor import MinPLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+import vllm_gumbel
+from vllm_gumbel.integration import choice, compat
+from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
+from vllm_gumbel.kernels import dispatch
+from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Flag, RowParams
+from vllm_gumbel.metrics.exporter import shared_folder
+from vllm_gumbel.metrics.recorder import Recorder
+from vllm_gumbel.params import GumbelParams, check_seed
+from vllm_gumbel.settings import SamplerSettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("vllm.gumbel")
+
+#: Logprobs that JSON cannot carry become these: vLLM's server turns -inf into its own floor.
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class GumbelSampler(Sampler):
+    """Draws every token as argmax(logit / temperature + noise(seed, position, token)).
+
+    Args:
+        settings: server-wide settings.
+        usable_vocab: number of ids the tokenizer knows; None if that is unknown.
+        default_stop: id that ends a request which names none; None if the model has none.
+        seeds: seeds for rows that belong to no request.
+        recorder: what counts; None counts nothing.
+        logprobs_mode, use_fp64_gumbel: vLLM's; the latter has no effect, since the draw is decided in float64 anyway.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: SamplerSettings | None = None,
+        usable_vocab: int | None = None,
+        default_stop: int | None = None,
+        seeds: SeedSource | None = None,
+        recorder: Recorder | None = None,
+        logprobs_mode: str = "raw_logprobs",
+        use_fp64_gumbel: bool = False,
+    ) -> None:
+        super().__init__(logprobs_mode=logprobs_mode, use_fp64_gumbel=use_fp64_gumbel)
+        self.settings = settings or SamplerSettings()
+        self.backend = dispatch.choose(self.settings.backend)
+        self.recorder = recorder
+        self._usable_vocab = usable_vocab
+        self._default_stop = default_stop
+        self._seeds = seeds or SeedSource(seed=0, replica=0)
+        self._discarded: Callable[[], np.ndarray] | None = None
+
+    @classmethod
+    def from_vllm_config(cls, config: "VllmConfig", **stock: Any) -> "GumbelSampler":
+        """Return the sampler for a worker; `stock` are the arguments that vLLM gives its own."""
+        settings = choice.read(config.additional_config).settings
+        sampler = cls(
+            settings=settings,
+            usable_vocab=_usable_vocab(config),
+            default_stop=_end_of_sequence(config),
+            seeds=SeedSource(config.model_config.seed, _replica(config)),
+            **stock,
+        )
+        if settings.metrics:
+            sampler.recorder = _recorder(config, settings, sampler.backend.name)
+        logger.info(
+            "vllm-gumbel %s draws with backend %r (%s), noise version %d",
+            vllm_gumbel.__version__,
+            sampler.backend.name,
+            sampler.backend.reason,
+            NOISE_VERSION,
+        )
+        return sampler
+
+    @classmethod
+    def input_batch(cls, config: "VllmConfig") -> Callable[..., RowBatch]:
+        """Return what the runner builds in place of vLLM's `InputBatch`."""
+        settings = choice.read(config.additional_config).settings
+        seeds = SeedSource(config.model_config.seed, _replica(config))
+        return partial(RowBatch, seeds=seeds, default_salt=settings.salt)
+
+    @classmethod
+    def check_config(cls, config: "VllmConfig") -> None:
+        """Raise `UnsupportedError` for a server configuration that the sampler cannot serve; before anything starts."""
+        compat.require_supported_features(config)
+
+    @classmethod
+    def validate_params(cls, params: "SamplingParams") -> None:
+        """Raise `ValueError` for a request that the draw cannot honour; at admission, where it becomes a 400."""
+        GumbelParams.from_extra_args(params.extra_args)
+        check_seed(params.seed)
+
+    def bind(self, runner: Any) -> None:
+        """Learn from the model runner which draws it discards, so that they are not counted."""
+        self._discarded = lambda: runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: str | None = None,
+    ) -> SamplerOutput:
+        """Return the tokens and logprobs of a step; see the parent, whose order of steps this keeps.
+
+        Logprobs are always numbers that JSON can carry: those of a NaN are -inf, and +inf is the largest float32.
+        """
+        output = super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+        if output.logprobs_tensors is not None:
+            output.logprobs_tensors.logprobs.nan_to_num_(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+        return output
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        logprobs_mode_override: str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw one token per row.
+
+        Args:
+            logits: float32 [rows, vocab], after penalties and masks; overwritten if processed logprobs are wanted.
+            sampling_metadata: vLLM's; its `rows`, if there are any, give seed and position.
+            logprobs_mode_override: vLLM's.
+
+        Returns:
+            int64 [rows] token ids, and float32 [rows, vocab] processed logits or logprobs if the mode asks for them.
+        """
+        mode = logprobs_mode_override or self.logprobs_mode
+        wanted = sampling_metadata.max_num_logprobs is not None or bool(sampling_metadata.logprob_token_ids)
+        processed = wanted and mode in ("processed_logits", "processed_logprobs")
+        rows: Rows | None = getattr(sampling_metadata, "rows", None)
+        count, vocab = logits.shape
+        params = rows.params() if rows else detached_params(sampling_metadata, count, self._seeds, vocab)
+        values = logits.cpu().numpy()  # the same memory for logits on a CPU
+        tempered = self._apply_foreign_processors(logits, params.temperature, sampling_metadata)
+        if tempered is not None:
+            values = tempered.cpu().numpy()
+            params = _with_temperature_applied(params)
+        out = np.empty_like(values) if processed else None
+        draw = self.backend.draw(values, params, usable_vocab=self._usable_vocab, processed=out)
+        if rows and self.recorder:
+            self.recorder.step(draw.flags, None if self._discarded is None else ~self._discarded())
+        for row in np.flatnonzero(draw.flags & Flag.NO_CANDIDATE):
+            draw.tokens[row] = self._token_of_bad_row(rows, int(row))
+        tokens = torch.from_numpy(draw.tokens).to(logits.device)
+        if out is None:
+            return tokens, None
+        result = torch.from_numpy(out).to(logits.device)
+        return tokens, result if mode == "processed_logits" else self.compute_logprobs(result)
+
+    @staticmethod
+    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
+        """Return float32 log-probabilities of `logits` [rows, vocab].
+
+        A NaN counts as -inf; where some logits are +inf, those share the mass. A row without any finite logit is all
+        -inf. (The parent's are NaN for every id of such rows, and a response with them is not valid JSON.)
+        """
+        logprobs = Sampler.compute_logprobs(logits)
+        bad = logprobs[:, :1].isnan().flatten()  # one NaN or +inf, or no finite logit, makes the whole row NaN
+        if bad.any():
+            row = logits[bad].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            infinite = row.isposinf()
+            row = torch.where(infinite.any(-1, keepdim=True), torch.where(infinite, 0.0, -torch.inf), row)
+            logprobs[bad] = row.log_softmax(dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        return logprobs
+
+    def _apply_foreign_processors(
+        self, logits: torch.Tensor, temperature: np.ndarray, metadata: SamplingMetadata
+    ) -> torch.Tensor | None:
+        """Return tempered logits after other packages' argmax-invariant processors; None if there are none.
+
+        vLLM's own min_p is one of that kind too, and the draw does it; the others expect tempered logits.
+        """
+        foreign = [p for p in metadata.logitsprocs.argmax_invariant if not isinstance(p, MinPLogitsProcessor)]
+        if not foreign:
+            return None
+        divisor = torch.from_numpy(np.where(temperature < GREEDY_TEMPERATURE, np.float32(1), temperature))
+        tempered = logits / divisor.to(logits.device).unsqueeze(1)
+        for processor in foreign:
+            tempered = processor.apply(tempered)
+        greedy = torch.from_numpy(temperature < GREEDY_TEMPERATURE).to(logits.device)
+        return torch.where(greedy.unsqueeze(1), logits, tempered)
+
+    def _token_of_bad_row(self, rows: Rows | None, row: int) -> int:
+        """Return what a row without any candidate yields, by the setting `on_bad_row`."""
+        if self.settings.on_bad_row == "lowest" or rows is None:
+            return 0
+        stop = rows.stop_token[row]
+        stop = self._default_stop if stop is None else stop
+        return 0 if stop is None else stop
+
+
+def _with_temperature_applied(params: RowParams) -> RowParams:
+    """Return `params` for logits that are tempered already: 1 for every row that is not greedy."""
+    greedy = params.temperature < GREEDY_TEMPERATURE
+    return replace(params, temperature=np.where(greedy, np.float32(0), np.float32(1)))
+
+
+def _replica(config: "VllmConfig") -> int:
+    """Return the index of this worker's data-parallel replica."""
+    return int(getattr(config.parallel_config, "data_parallel_index", config.parallel_config.data_parallel_rank))
+
+
+def _usable_vocab(config: "VllmConfig") -> int | None:
+    """Return how many ids the tokenizer knows; None, said in the log, if there is no tokenizer to ask."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    try:
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        return None if tokenizer is None else int(tokenizer.max_token_id) + 1
+    except Exception as error:
+        logger.warning("vllm-gumbel: the tokenizer's size is unknown, so padded ids are not excluded: %r", error)
+        return None
+
+
+def _end_of_sequence(config: "VllmConfig") -> int | None:
+    """Return the model's end-of-sequence id, None if it has none."""
+    ids = getattr(config.model_config.hf_text_config, "eos_token_id", None)
+    return next(iter(ids), None) if isinstance(ids, list) else ids
+
+
+def _recorder(config: "VllmConfig", settings: SamplerSettings, backend: str) -> Recorder | None:
+    """Return what counts for this worker: of several tensor-parallel ranks, which draw the same tokens, the first."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    try:
+        if get_tp_group().rank_in_group != 0:
+            return None
+        return Recorder(
+            shared_folder(settings.metrics_directory),
+            model_name=_served_name(config),
+            engine=_replica(config),
+            build={
+                "version": vllm_gumbel.__version__,
+                "noise_version": str(NOISE_VERSION),
+                "backend": backend,
+                "runner": "v1",
+                "vllm_version": compat.vllm_version(),
+            },
+        )
+    except Exception as error:
+        logger.warning("vllm-gumbel: nothing will be counted, tokens are drawn all the same: %r", error)
+        return None
+
+
+def _served_name(config: "VllmConfig") -> str:
+    """Return the model's name as vLLM's own metrics show it."""
+    name = config.model_config.served_model_name
+    return name[0] if isinstance(name, list) else str(name)

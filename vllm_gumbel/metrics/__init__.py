@@ -1,0 +1,1 @@
+"""What the sampler counts and how it reaches `/metrics`; nothing of vLLM here."""

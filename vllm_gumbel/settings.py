@@ -1,0 +1,105 @@
+"""What a server sets: `SamplerSettings`, from `--sampler-config`, `additional_config` or the environment.
+
+Given values win over environment variables, those over defaults. An environment variable is `GUMBEL_` and the field's
+name in capitals (not `VLLM_...`, which vLLM reports as unknown). They are read once, in the process that builds
+vLLM's configuration, and travel from there to every worker.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class SettingsError(ValueError):
+    """A server-wide setting is malformed, unknown or out of range; the message names it, the rule and the value."""
+
+
+class SamplerSettings(BaseSettings):
+    """Server-wide settings of the sampler `gumbel`.
+
+    The field descriptions are the documentation; `table()` and `vllm-gumbel settings` print them.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="GUMBEL_", extra="forbid", frozen=True)
+
+    backend: Literal["auto", "reference"] = Field(
+        "auto", description="Which implementation draws; `auto` takes the best one that loads and logs why."
+    )
+    on_bad_row: Literal["stop", "lowest"] = Field(
+        "stop",
+        description="What a row without any finite logit yields: `stop` emits the request's end-of-sequence token, "
+        "so that it ends now; `lowest` emits id 0, for tests. Counted either way.",
+    )
+    salt: int = Field(
+        0,
+        ge=-(2**63),
+        lt=2**64,
+        description="Mixed into the seed of every request that sets no `gumbel_salt` of its own.",
+    )
+    metrics: bool = Field(True, description="Whether the worker counts what it draws.")
+    metrics_directory: Path | None = Field(
+        None,
+        description="Folder through which workers hand their counters to `/metrics`; a private temporary one if unset. "
+        "A folder given here must be emptied between runs.",
+    )
+
+    @classmethod
+    def table(cls) -> list[tuple[str, str, str, str]]:
+        """Return one (field, environment variable, default, description) per setting, in order of definition."""
+        rows = []
+        for name, field in cls.model_fields.items():
+            default = "unset" if field.default is None else json.dumps(field.default)
+            rows.append((name, f"GUMBEL_{name.upper()}", default, field.description or ""))
+        return rows
+
+
+def parse(given: Mapping[str, Any] | None) -> SamplerSettings:
+    """Return the settings from a mapping and the environment.
+
+    Raises:
+        SettingsError: an unknown key, a wrong type or a value out of range.
+    """
+    try:
+        return SamplerSettings(**dict(given or {}))
+    except ValidationError as error:
+        problems = "; ".join(_describe(item) for item in error.errors())
+        raise SettingsError(f"sampler config: {problems}") from None
+
+
+def load(text: str) -> dict[str, Any]:
+    """Return the mapping that `--sampler-config` means: JSON text, or the path of a .json, .yaml or .yml file.
+
+    Raises:
+        SettingsError: malformed text, an unreadable file, another suffix, or something other than a mapping.
+    """
+    source = "sampler config"
+    stripped = text.strip()
+    if not stripped.startswith("{"):
+        path = Path(stripped).expanduser()
+        source = f"sampler config file {path}"
+        if path.suffix not in {".json", ".yaml", ".yml"}:
+            raise SettingsError(f"sampler config must be a JSON object or the path of a .json or .yaml file, got {text!r}")
+        try:
+            stripped = path.read_text()
+        except OSError as error:
+            raise SettingsError(f"{source} cannot be read: {error.strerror}") from None
+    try:
+        value = yaml.safe_load(stripped) if source.endswith((".yaml", ".yml")) else json.loads(stripped)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"{source} is malformed: {error}") from None
+    if not isinstance(value, dict):
+        raise SettingsError(f"{source} must be an object of settings, got {type(value).__name__}")
+    return value
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    """Return one pydantic problem as "field: rule, got value"."""
+    name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {name!r}; known: {', '.join(SamplerSettings.model_fields)}"
+    return f"{name}: {item['msg']}, got {item['input']!r}"
