@@ -16,8 +16,9 @@ built | the same |
 the runner hands positions to the sampler, as V2 does |
 | `InputProcessor._build_logits_processors_params_validator` | wrapped once a sampler was chosen | bad parameters become a 400 | \
 samplers can validate parameters |
-| `SamplingParams.from_optional`                    | wrapped once a sampler was chosen | a NaN logit bias is refused, \
-where vLLM turns it into -100 | vLLM refuses it |
+| `SamplingParams.from_optional`                    | wrapped once a sampler was chosen | the same for streams, whose \
+status is sent before vLLM checks; and a NaN logit bias is refused, which vLLM turns into -100 | vLLM checks before \
+it streams |
 | `prometheus.get_prometheus_registry`              | wrapped once a sampler was chosen | workers' counters on `/metrics` | \
 vLLM lets plugins add collectors |
 """
@@ -91,17 +92,17 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *arguments: A
     if hasattr(cls, "check_config"):
         cls.check_config(config)
     choice.carry(chosen, config)
-    _prepare_frontend(chosen)
+    _prepare_frontend(chosen, cls)
     return config
 
 
-def _prepare_frontend(chosen: choice.Choice) -> None:
+def _prepare_frontend(chosen: choice.Choice, cls: type | None) -> None:
     """Let this process refuse bad parameters and show the workers' counters."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.input_processor import InputProcessor
 
     _wrap(InputProcessor, "_build_logits_processors_params_validator", _build_validator)
-    _wrap(SamplingParams, "from_optional", _from_optional, staticmethod)
+    _wrap(SamplingParams, "from_optional", partial(_from_optional, cls), staticmethod)
     if chosen.settings.metrics:
         try:
             _show_metrics(chosen)
@@ -112,29 +113,44 @@ def _prepare_frontend(chosen: choice.Choice) -> None:
 def _build_validator(original: Callable[..., Any], self: Any) -> Callable[[Any], None]:
     stock = original(self)
     cls = registry.resolve(choice.read(self.vllm_config.additional_config).name)
-    ours = getattr(cls, "validate_params", None)
-    if ours is None:
-        return stock
 
     def validate(params: Any) -> None:
-        from vllm.exceptions import VLLMValidationError
-
-        try:
-            ours(params)
-        except ParamsError as error:
-            raise VLLMValidationError(str(error), parameter=error.key, value=error.value) from None
-        except ValueError as error:
-            raise VLLMValidationError(str(error)) from error
+        _validate(cls, params)
         stock(params)
 
     return validate
 
 
-def _from_optional(original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _from_optional(cls: type | None, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Check what the OpenAI endpoints ask for, before they start to answer.
+
+    vLLM's own check comes when the first token is asked for, which for a stream is after the status 200 was sent; and
+    it does not see a logit bias that is NaN, since `from_optional` has turned that into -100.
+    """
+    from vllm.exceptions import VLLMValidationError
+
     for token, bias in (keywords.get("logit_bias") or {}).items():
         if not math.isfinite(bias):
-            raise ValueError(f"logit_bias must hold finite numbers, got {bias} for token {token}")
-    return original(*arguments, **keywords)
+            message = f"logit_bias must hold finite numbers, got {bias} for token {token}"
+            raise VLLMValidationError(message, parameter="logit_bias")
+    params = original(*arguments, **keywords)
+    _validate(cls, params)
+    return params
+
+
+def _validate(cls: type | None, params: Any) -> None:
+    """Let a sampler check a request's parameters; what it refuses becomes a 400 with its text."""
+    from vllm.exceptions import VLLMValidationError
+
+    check = getattr(cls, "validate_params", None)
+    if check is None:
+        return
+    try:
+        check(params)
+    except ParamsError as error:
+        raise VLLMValidationError(str(error), parameter=error.key) from None
+    except ValueError as error:
+        raise VLLMValidationError(str(error)) from error
 
 
 def _show_metrics(chosen: choice.Choice) -> None:
