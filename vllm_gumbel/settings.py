@@ -42,11 +42,6 @@ class SamplerSettings(BaseSettings):
         description="Mixed into the seed of every request that sets no `gumbel_salt` of its own.",
     )
     metrics: bool = Field(True, description="Whether the worker counts what it draws.")
-    metrics_directory: Path | None = Field(
-        None,
-        description="Folder through which workers hand their counters to `/metrics`; a private temporary one if unset. "
-        "A folder given here must be emptied between runs.",
-    )
 
     @classmethod
     def table(cls) -> list[tuple[str, str, str, str]]:

@@ -8,7 +8,6 @@
 | v1.worker.gpu_model_runner: names Sampler, InputBatch; discard_request_mask | same | same | same |
 | v1.sample.sampler.Sampler.forward                    | same | same | on ROCm (gfx1250) a fused draw from raw logits, \
 only for batches without any logits processor; vLLM always loads its own three, so it is not reached |
-| v1.metrics.prometheus.get_prometheus_registry        | same | same | same |
 """
 
 from importlib.metadata import PackageNotFoundError, version

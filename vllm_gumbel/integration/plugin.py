@@ -19,18 +19,18 @@ samplers can validate parameters |
 | `SamplingParams.from_optional`                    | wrapped once a sampler was chosen | the same for streams, whose \
 status is sent before vLLM checks; and a NaN logit bias is refused, which vLLM turns into -100 | vLLM checks before \
 it streams |
-| `prometheus.get_prometheus_registry`              | wrapped once a sampler was chosen | workers' counters on `/metrics` | \
-vLLM lets plugins add collectors |
+| `prometheus_client.REGISTRY` | a collector added once a sampler was chosen | workers' counters on `/metrics` | vLLM's workers export metrics |
 """
 
 import logging
 import math
 from collections.abc import Callable
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gumbel.integration import choice, compat, registry
-from vllm_gumbel.metrics.exporter import FolderCollector, shared_folder
+from vllm_gumbel.metrics.exporter import FolderCollector, host_shows_folder, shared_folder
 from vllm_gumbel.params import ParamsError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ logger = logging.getLogger("vllm.gumbel")
 _stock_names: dict[str, Any] = {}
 
 #: Folders whose counters this process already shows.
-_shown_folders: set[str] = set()
+_shown_folders: set[Path] = set()
 
 
 def register() -> None:
@@ -105,7 +105,7 @@ def _prepare_frontend(chosen: choice.Choice, cls: type | None) -> None:
     _wrap(SamplingParams, "from_optional", partial(_from_optional, cls), staticmethod)
     if chosen.settings.metrics:
         try:
-            _show_metrics(chosen)
+            _show_metrics()
         except OSError as error:
             logger.warning("vllm-gumbel: no metrics, tokens are drawn all the same: %s", error)
 
@@ -153,31 +153,16 @@ def _validate(cls: type | None, params: Any) -> None:
         raise VLLMValidationError(str(error)) from error
 
 
-def _show_metrics(chosen: choice.Choice) -> None:
-    """Add the workers' counters to the registry that `/metrics` serves, once per folder."""
-    import sys
-
+def _show_metrics() -> None:
+    """Let `/metrics` show the workers' counters, once per folder."""
     from prometheus_client import REGISTRY
-    from vllm.v1.metrics import prometheus
 
-    folder = shared_folder(chosen.settings.metrics_directory)
-    if str(folder) in _shown_folders:
+    if host_shows_folder():
         return
-    _shown_folders.add(str(folder))
-    collector = FolderCollector(folder)
-    REGISTRY.register(collector)
-
-    def with_ours(original: Callable[..., Any]) -> Any:
-        # With several API servers vLLM builds a registry of its own that only reads the servers' files.
-        served = original()
-        if served is not REGISTRY:
-            served.register(collector)
-        return served
-
-    _wrap(prometheus, "get_prometheus_registry", with_ours)
-    user = sys.modules.get("vllm.entrypoints.serve.instrumentator.metrics")
-    if user is not None:  # it holds the function by name
-        user.get_prometheus_registry = prometheus.get_prometheus_registry  # type: ignore[attr-defined]
+    folder = shared_folder()
+    if folder not in _shown_folders:
+        _shown_folders.add(folder)
+        REGISTRY.register(FolderCollector(folder))
 
 
 def _init_device(original: Callable[..., Any], self: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -81,7 +81,7 @@ class GumbelSampler(Sampler):
             **stock,
         )
         if settings.metrics:
-            sampler.recorder = _recorder(config, settings, sampler.backend.name)
+            sampler.recorder = _recorder(config, sampler.backend.name)
         logger.info(
             "vllm-gumbel %s draws with backend %r (%s), noise version %d",
             vllm_gumbel.__version__,
@@ -239,7 +239,7 @@ def _end_of_sequence(config: "VllmConfig") -> int | None:
     return next(iter(ids), None) if isinstance(ids, list) else ids
 
 
-def _recorder(config: "VllmConfig", settings: SamplerSettings, backend: str) -> Recorder | None:
+def _recorder(config: "VllmConfig", backend: str) -> Recorder | None:
     """Return what counts for this worker: of several tensor-parallel ranks, which draw the same tokens, the first."""
     from vllm.distributed.parallel_state import get_tp_group
 
@@ -247,7 +247,7 @@ def _recorder(config: "VllmConfig", settings: SamplerSettings, backend: str) -> 
         if get_tp_group().rank_in_group != 0:
             return None
         return Recorder(
-            shared_folder(settings.metrics_directory),
+            shared_folder(),
             model_name=_served_name(config),
             engine=_replica(config),
             build={

@@ -1,10 +1,12 @@
-"""From the worker to `/metrics`: counters in memory-mapped files of a private folder.
+"""From the worker to `/metrics`: counters in memory-mapped files of a folder.
 
 The worker that draws and the process that answers `/metrics` are different processes. prometheus_client has a format for
 that, one memory-mapped file per process and type, made for forked web servers: the writer pays a memory store per
-increment, the reader sums the files, and what a dead worker counted stays counted. It is used here for our own metrics
-only, in a folder of our own, whatever mode the host process runs prometheus_client in: `worker_values` hands the file
-backed values to the metrics built inside it, and `FolderCollector` reads the folder when scraped.
+increment, the reader sums the files, and what a dead worker counted stays counted.
+
+With several API servers vLLM puts all its processes into that mode, in a folder of its own, and `/metrics` shows whatever
+lies there: our files go there too. With one API server, and for `LLM`, it does not: then only our own metrics use the
+format, in a private folder that `FolderCollector` reads.
 """
 
 import atexit
@@ -21,46 +23,53 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 logger = logging.getLogger("vllm.gumbel")
 
-_LIBRARY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+#: Set by vLLM or its user: every process writes its metrics to this folder, and `/metrics` shows the folder.
+HOST_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
-#: How a folder chosen by one process reaches those it starts.
-FOLDER_VARIABLE = "GUMBEL_METRICS_DIRECTORY"
+#: How the private folder chosen by one process reaches those it starts.
+PRIVATE_VARIABLE = "GUMBEL_METRICS_DIRECTORY"
 
 
-def shared_folder(chosen: Path | None = None) -> Path:
+def host_shows_folder() -> bool:
+    """Return whether `/metrics` shows the shared folder without our doing."""
+    return HOST_VARIABLE in os.environ
+
+
+def shared_folder() -> Path:
     """Return the folder through which this process and those it starts exchange counters.
 
-    Args:
-        chosen: a folder to use; None takes the one that a parent process chose, or makes a temporary one, which the
-            process that made it removes when it exits.
+    That is the host's, else the private one that a parent process chose, else a new temporary one, which this process
+    removes when it exits.
 
     Raises:
         OSError: the folder cannot be made.
     """
-    if chosen is None and FOLDER_VARIABLE in os.environ:
-        chosen = Path(os.environ[FOLDER_VARIABLE])
-    if chosen is None:
-        chosen = Path(tempfile.mkdtemp(prefix="vllm-gumbel-metrics-"))
-        atexit.register(_remove, chosen, os.getpid())
-    chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.environ[FOLDER_VARIABLE] = str(chosen)
-    return chosen
+    if host_shows_folder():
+        return Path(os.environ[HOST_VARIABLE])
+    if PRIVATE_VARIABLE not in os.environ:
+        folder = Path(tempfile.mkdtemp(prefix="vllm-gumbel-metrics-"))
+        atexit.register(_remove, folder, os.getpid())
+        os.environ[PRIVATE_VARIABLE] = str(folder)
+    return Path(os.environ[PRIVATE_VARIABLE])
 
 
 @contextmanager
 def worker_values(folder: Path) -> Iterator[None]:
-    """Back every metric child that is built inside this context by this process's files in `folder`."""
-    before_class, before_folder = values.ValueClass, os.environ.get(_LIBRARY_VARIABLE)
-    os.environ[_LIBRARY_VARIABLE] = str(folder)
-    values.ValueClass = values.MultiProcessValue()
+    """Back every metric child that is built inside this context by this process's files in `folder`.
+
+    The files are named apart from those that the process's other metrics may have in the same folder.
+    """
+    before_class, before_folder = values.ValueClass, os.environ.get(HOST_VARIABLE)
+    os.environ[HOST_VARIABLE] = str(folder)
+    values.ValueClass = values.MultiProcessValue(lambda: f"{os.getpid()}-gumbel")
     try:
         yield
     finally:
         values.ValueClass = before_class
         if before_folder is None:
-            del os.environ[_LIBRARY_VARIABLE]
+            del os.environ[HOST_VARIABLE]
         else:
-            os.environ[_LIBRARY_VARIABLE] = before_folder
+            os.environ[HOST_VARIABLE] = before_folder
 
 
 class FolderCollector:
