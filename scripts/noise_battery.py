@@ -1,15 +1,19 @@
 #!/usr/bin/env python
 """Put the noise function through dieharder's whole battery and an avalanche test.
 
-    scripts/noise_battery.py avalanche                        about a minute
-    scripts/noise_battery.py run --kind upper16 --axis token --out results/   one of eight streams, an hour or more
-    scripts/noise_battery.py stream --kind word64 --axis seed | dieharder -g 200 -d 0
+    scripts/noise_battery.py avalanche                                          about a minute
+    scripts/noise_battery.py run --kind upper16 --axis token --out results/     one of eight streams, 15 minutes or more
+    scripts/noise_battery.py summary --out results/                             verdicts of all streams
 
-Streams are raw little-endian words: `upper16` are the 16 bits that every token gets, `word64` the whole value. An axis
-says which input runs fastest: along `token` 131,072 ids of one (seed, position), then the next position; along
-`position` and `seed` consecutive values with the rest fixed for 2^20 of them; `interleaved` advances all three at once.
-dieharder reads them from standard input (`-g 200`) with `-Y 1`, which repeats WEAK results with more data until they
-are PASSED or FAILED. Results stand in the docstring of `vllm_gumbel/kernels/noise_reference.py`.
+Streams are raw little-endian 32-bit words: of `upper16`, the 16 bits that every token gets, two a word; of `word64`,
+the whole value, two words each. An axis says which input runs fastest: along `token` 131,072 ids of one (seed, position),
+then the next position; along `position` and `seed` consecutive values with the rest fixed for 2^20 of them;
+`interleaved` advances all three at once.
+
+The tests are those of `dieharder -a`, each on words of its own, read from standard input (`-g 200`) with `-Y 1`, which
+repeats WEAK results with more data until they are PASSED or FAILED. One thing is done differently, to the same effect:
+the lagged sum test at lag n uses every (n + 1)-th word, so it is fed just those, at lag 0, in place of a stream of
+which it throws most away. Results stand in the docstring of `vllm_gumbel/kernels/noise_reference.py`.
 """
 
 import argparse
@@ -29,6 +33,24 @@ from vllm_gumbel.kernels import noise_reference as reference
 KINDS = ("upper16", "word64")
 AXES = ("token", "position", "seed", "interleaved")
 BLOCK = 1 << 17
+
+#: 32-bit words from one test's stretch of a stream to the next one's: more than any test reads.
+WORDS_PER_TEST = 1 << 36
+
+LAGGED_SUM = 203
+
+#: The tests of `dieharder -a`: number and, where several are run or a default is not meant, the parameter n.
+TESTS = [
+    *((test, None) for test in (*range(18), 100, 101, 102)),
+    *((200, n) for n in range(1, 13)),
+    *((201, n) for n in range(2, 6)),
+    *((202, n) for n in range(2, 6)),
+    *((LAGGED_SUM, n) for n in range(33)),
+    *((test, None) for test in (204, 205, 206, 207)),
+    (208, 0),
+    (208, 1),
+    (209, None),
+]
 GOLDEN, MIX_A, MIX_B = (np.uint64(c) for c in (reference.GOLDEN, reference.MIX_A, reference.MIX_B))
 PAIR, M1, M2 = (np.uint32(c) for c in (reference.PAIR, reference.M1, reference.M2))
 
@@ -40,99 +62,151 @@ def mix64(z):
     return z ^ (z >> np.uint64(31))
 
 
-@njit
-def fill(out, index, axis, lower):
-    """Write the 64-bit noise words number `index`, `index` + 1, ... of an axis; without `lower`, r48 stays 0."""
+@njit(inline="always")
+def noise_word(n, axis, lower):
+    """Return the 64-bit noise word number `n` of an axis; without `lower`, r48 stays 0."""
+    if axis == 0:
+        seed, position, token = np.uint64(1), n >> np.uint64(17), n & np.uint64(BLOCK - 1)
+    elif axis == 1:
+        seed, position, token = n >> np.uint64(40), n & np.uint64(0xFFFFF), (n >> np.uint64(20)) & np.uint64(0xFFFFF)
+    elif axis == 2:
+        seed, position, token = n & np.uint64(0xFFFFF), n >> np.uint64(40), (n >> np.uint64(20)) & np.uint64(0xFFFFF)
+    else:
+        seed, position, token = n, n * np.uint64(3) + np.uint64(7), (n * np.uint64(5)) & np.uint64(BLOCK - 1)
+    h = mix64((np.uint64(0) ^ seed) + GOLDEN)
+    h = mix64((h ^ position) + GOLDEN)
+    h = mix64(h + GOLDEN)
+    h = mix64(h + GOLDEN)
+    a = mix64(h + GOLDEN)
+    k0, k1 = np.uint32(a & np.uint64(0xFFFFFFFF)), np.uint32(a >> np.uint64(32))
+    x = np.uint32(np.uint32(token >> np.uint64(1)) * PAIR + k0)
+    x = np.uint32((x ^ (x >> np.uint32(16))) * M1)
+    x = np.uint32((x ^ (x >> np.uint32(15)) ^ k1) * M2)
+    x = x ^ (x >> np.uint32(15))
+    h16 = np.uint64(x >> np.uint32(16)) if token & np.uint64(1) else np.uint64(x & np.uint32(0xFFFF))
+    if not lower:
+        return h16 << np.uint64(48)
+    b = mix64(h + GOLDEN + GOLDEN)
+    return (h16 << np.uint64(48)) | (mix64(b + (token + np.uint64(1)) * GOLDEN) >> np.uint64(16))
+
+
+@njit(cache=True)
+def fill(out, first, stride, axis, whole):
+    """Write the 32-bit words number first, first + stride, ... of the stream of an axis and kind."""
     for i in range(out.size):
-        n = np.uint64(index) + np.uint64(i)
-        if axis == 0:
-            seed, position, token = np.uint64(1), n >> np.uint64(17), n & np.uint64(BLOCK - 1)
-        elif axis == 1:
-            seed, position, token = n >> np.uint64(40), n & np.uint64(0xFFFFF), (n >> np.uint64(20)) & np.uint64(0xFFFFF)
-        elif axis == 2:
-            seed, position, token = n & np.uint64(0xFFFFF), n >> np.uint64(40), (n >> np.uint64(20)) & np.uint64(0xFFFFF)
+        j = np.uint64(first) + np.uint64(i) * np.uint64(stride)
+        if whole:
+            out[i] = np.uint32(noise_word(j >> np.uint64(1), axis, True) >> ((j & np.uint64(1)) * np.uint64(32)))
         else:
-            seed, position, token = n, n * np.uint64(3) + np.uint64(7), (n * np.uint64(5)) & np.uint64(BLOCK - 1)
-        h = mix64((np.uint64(0) ^ seed) + GOLDEN)
-        h = mix64((h ^ position) + GOLDEN)
-        h = mix64(h + GOLDEN)
-        h = mix64(h + GOLDEN)
-        a = mix64(h + GOLDEN)
-        k0, k1 = np.uint32(a & np.uint64(0xFFFFFFFF)), np.uint32(a >> np.uint64(32))
-        x = np.uint32(np.uint32(token >> np.uint64(1)) * PAIR + k0)
-        x = np.uint32((x ^ (x >> np.uint32(16))) * M1)
-        x = np.uint32((x ^ (x >> np.uint32(15)) ^ k1) * M2)
-        x = x ^ (x >> np.uint32(15))
-        h16 = np.uint64(x >> np.uint32(16)) if token & np.uint64(1) else np.uint64(x & np.uint32(0xFFFF))
-        out[i] = h16 << np.uint64(48)
-        if lower:
-            b = mix64(h + GOLDEN + GOLDEN)
-            out[i] |= mix64(b + (token + np.uint64(1)) * GOLDEN) >> np.uint64(16)
+            low = noise_word(j * np.uint64(2), axis, False) >> np.uint64(48)
+            high = noise_word(j * np.uint64(2) + np.uint64(1), axis, False) >> np.uint64(48)
+            out[i] = np.uint32(low | (high << np.uint64(16)))
 
 
 def inputs(n: int, axis: str) -> tuple[int, int, int]:
-    """Return (seed, position, token) of word number `n` of an axis, in plain Python."""
+    """Return (seed, position, token) of the 64-bit word number `n` of an axis, in plain Python."""
     if axis == "token":
         return 1, n >> 17, n & (BLOCK - 1)
     if axis == "position":
         return n >> 40, n & 0xFFFFF, (n >> 20) & 0xFFFFF
     if axis == "seed":
         return n & 0xFFFFF, n >> 40, (n >> 20) & 0xFFFFF
-    return n, 3 * n + 7, 5 * n & (BLOCK - 1)
+    return n % 2**64, (3 * n + 7) % 2**64, 5 * n & (BLOCK - 1)
+
+
+def expected_word(j: int, axis: str, kind: str) -> int:
+    """Return the 32-bit word number `j` of a stream by the reference."""
+
+    def word(n: int) -> int:
+        seed, position, token = inputs(n, axis)
+        return int(reference.noise_words(seed, position, np.array([token]))[0])
+
+    if kind == "word64":
+        return word(j >> 1) >> 32 * (j & 1) & 0xFFFFFFFF
+    return word(2 * j) >> 48 | word(2 * j + 1) >> 48 << 16
 
 
 def check_against_reference() -> None:
-    """Stop unless the compiled streams equal the reference on 4,000 words of each axis."""
-    out = np.empty(500, np.uint64)
-    for axis in AXES:
-        for start in range(0, 8 << 20, 1 << 20):
-            fill(out, start + 77, AXES.index(axis), True)
-            for i in range(0, out.size, 7):
-                seed, position, token = inputs(start + 77 + i, axis)
-                expected = reference.noise_words(seed, position, np.array([token]))[0]
-                if out[i] != expected:
-                    raise SystemExit(f"stream {axis}: word {start + 77 + i} is {out[i]}, the reference says {expected}")
+    """Stop unless the compiled streams equal the reference on 200 words of each kind and axis, early and late."""
+    out = np.empty(20, np.uint32)
+    for kind in KINDS:
+        for axis in AXES:
+            for test in range(10):
+                first, stride = test * WORDS_PER_TEST + 77, 1 + 3 * test
+                fill(out, first, stride, AXES.index(axis), kind == "word64")
+                expected = [expected_word(first + i * stride, axis, kind) for i in range(out.size)]
+                if out.tolist() != expected:
+                    raise SystemExit(f"stream {kind} {axis} from word {first} differs from the reference")
 
 
-def stream(kind: str, axis: str) -> None:
-    """Write the words of an axis to standard output until the reader closes it."""
-    out = np.empty(1 << 18, np.uint64)
-    index = 0
+def stream(kind: str, axis: str, first: int, stride: int) -> int:
+    """Write the words of a stream to standard output until the reader closes it."""
+    out = np.empty(1 << 18, np.uint32)
     try:
         while True:
-            fill(out, index, AXES.index(axis), kind == "word64")
-            words = (out >> np.uint64(48)).astype("<u2") if kind == "upper16" else out.astype("<u8")
-            sys.stdout.buffer.write(words.data)
-            index += out.size
+            fill(out, first, stride, AXES.index(axis), kind == "word64")
+            sys.stdout.buffer.write(out.astype("<u4", copy=False).data)
+            first += stride * out.size
     except BrokenPipeError:
         sys.stderr.close()
+    return 0
 
 
-def run(kind: str, axis: str, out: Path) -> int:
+def run(kind: str, axis: str, out: Path, first_test: int) -> int:
     """Run the battery on one stream, print dieharder's lines as they come, and store them as JSON."""
     if not shutil.which("dieharder"):
         raise SystemExit("dieharder is not installed; on Debian: apt-get install dieharder")
-    began = time.time()
-    words = subprocess.Popen([sys.executable, __file__, "stream", "--kind", kind, "--axis", axis], stdout=subprocess.PIPE)
-    command = ["dieharder", "-a", "-g", "200", "-Y", "1"]
-    battery = subprocess.Popen(command, stdin=words.stdout, stdout=subprocess.PIPE, text=True)
-    results = []
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{kind}-{axis}.json"
-    for line in battery.stdout or ():
-        if match := re.match(r"\s*(\S+)\|\s*(\d+)\|\s*(\d+)\|\s*(\d+)\|\s*([\d.]+)\|\s*(PASSED|WEAK|FAILED)", line):
-            test, ntup, tsamples, psamples, p, verdict = match.groups()
-            results.append([test, int(ntup), int(tsamples), int(psamples), float(p), verdict])
-            print(f"{kind} {axis} {line.strip()}", flush=True)
-            document = {"kind": kind, "axis": axis, "seconds": round(time.time() - began), "results": results}
-            path.write_text(json.dumps(document, indent=1))
-    words.kill()
-    words.wait()
-    last = {tuple(r[:2]): r[5] for r in results}  # a repeated test's last verdict stands
-    failed = [key for key, verdict in last.items() if verdict == "FAILED"]
-    weak = sum(r[5] == "WEAK" for r in results)
-    print(f"{kind} {axis}: {len(results)} results, {weak} WEAK on the way, {len(failed)} FAILED {failed}")
-    return 1 if failed else 0
+    document = json.loads(path.read_text()) if first_test else {"kind": kind, "axis": axis, "seconds": 0, "results": []}
+    for number, (test, ntuple) in enumerate(TESTS):
+        if number < first_test:
+            continue
+        began = time.time()
+        lag = ntuple if test == LAGGED_SUM else 0
+        where = ["--first", str((number + 1) * WORDS_PER_TEST), "--stride", str(lag + 1)]
+        words = subprocess.Popen(
+            [sys.executable, __file__, "stream", "--kind", kind, "--axis", axis, *where], stdout=subprocess.PIPE
+        )
+        command = ["dieharder", "-g", "200", "-Y", "1", "-d", str(test)]
+        command += ["-n", "0"] if test == LAGGED_SUM else [] if ntuple is None else ["-n", str(ntuple)]
+        battery = subprocess.run(command, stdin=words.stdout, capture_output=True, text=True, check=False)
+        words.kill()
+        words.wait()
+        rows = re.findall(r"^\s*(\S+)\|\s*(\d+)\|\s*(\d+)\|\s*(\d+)\|\s*([\d.]+)\|\s*(\w+)", battery.stdout, re.M)
+        if not rows:
+            raise SystemExit(f"dieharder -d {test} gave no result:\n{battery.stdout}{battery.stderr}")
+        for name, printed_ntuple, samples, times, p, verdict in rows:
+            shown = lag if test == LAGGED_SUM else int(printed_ntuple)
+            document["results"].append([name, shown, int(samples), int(times), float(p), verdict])
+            print(f"{kind} {axis} {name} {shown} {samples} x {times} p={p} {verdict}", flush=True)
+        document["seconds"] += round(time.time() - began)
+        document["complete"] = number == len(TESTS) - 1
+        path.write_text(json.dumps(document, indent=1))
+    return summary(out, [path])
+
+
+def summary(out: Path, paths: list[Path] | None = None) -> int:
+    """Print the verdicts of each stream; a repeated test's last verdict stands."""
+    bad = 0
+    for path in paths or sorted(out.glob("*.json")):
+        document = json.loads(path.read_text())
+        results = document["results"]
+        final, weak = [], 0
+        for result, following in zip(results, [*results[1:], None], strict=True):
+            if following and following[:2] == result[:2] and following[3] > result[3]:
+                weak += 1  # it was repeated with more data
+            else:
+                final.append(result)
+        failed = [result[:2] for result in final if result[5] == "FAILED"]
+        left = sum(result[5] == "WEAK" for result in final)
+        bad += len(failed)
+        whole = "whole battery" if document.get("complete") else "part of the battery"
+        print(
+            f"{document['kind']} {document['axis']}: {whole}, {len(final)} results, FAILED {len(failed)} {failed}, "
+            f"WEAK {left}; repeated with more data {weak}; {document['seconds']} s"
+        )
+    return 1 if bad else 0
 
 
 def avalanche(samples: int) -> int:
@@ -172,19 +246,27 @@ def avalanche(samples: int) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("stream", "run"):
+    for name in ("stream", "run", "summary"):
         command = commands.add_parser(name)
-        command.add_argument("--kind", choices=KINDS, required=True)
-        command.add_argument("--axis", choices=AXES, required=True)
-        if name == "run":
+        if name != "summary":
+            command.add_argument("--kind", choices=KINDS, required=True)
+            command.add_argument("--axis", choices=AXES, required=True)
+        if name == "stream":
+            command.add_argument("--first", type=int, default=0, help="number of the first 32-bit word")
+            command.add_argument("--stride", type=int, default=1, help="every how-many-th word")
+        else:
             command.add_argument("--out", type=Path, default=Path("noise_battery_results"))
+        if name == "run":
+            command.add_argument("--first-test", type=int, default=0, help="go on with a run from this test on")
     commands.add_parser("avalanche").add_argument("--samples", type=int, default=1_000_000)
     arguments = parser.parse_args()
-    check_against_reference()
+    if arguments.command == "summary":
+        return summary(arguments.out)
     if arguments.command == "stream":
-        return stream(arguments.kind, arguments.axis) or 0
+        return stream(arguments.kind, arguments.axis, arguments.first, arguments.stride)
+    check_against_reference()
     if arguments.command == "run":
-        return run(arguments.kind, arguments.axis, arguments.out)
+        return run(arguments.kind, arguments.axis, arguments.out, arguments.first_test)
     return avalanche(arguments.samples)
 
 

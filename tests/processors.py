@@ -32,7 +32,7 @@ class SpoilLogits(AdapterLogitsProcessor):
 
 
 class HalveTempered(AdapterLogitsProcessor):
-    """Argmax-invariant processor of another package: halves the tempered logits, as a temperature twice as high would."""
+    """Argmax-invariant processor of another package: halves the tempered logits, as twice the temperature would."""
 
     def is_argmax_invariant(self):
         """Return True: the largest stays the largest."""

@@ -15,8 +15,8 @@ import httpx
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = Path(sys.executable).with_name("vllm")
 
-#: The model in float32: with bfloat16 a row's logits depend on the batch that it is computed in, which is no property of
-#: the sampler; in float32 the differences are too small to change a draw.
+#: The model in float32: with bfloat16 a row's logits depend on the batch that it is computed in, which is no property
+#: of the sampler; in float32 the differences are too small to change a draw.
 MODEL_FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024")
 
 
@@ -69,10 +69,10 @@ def free_port() -> int:
 def serving(model: Path, log: Path, *flags: str, **environment: str) -> Iterator[Server]:
     """Run `vllm serve` until the context ends, with its output in `log`."""
     port = free_port()
-    command = [str(VLLM), "serve", str(model), "--served-model-name", "smollm2", "--port", str(port), *MODEL_FLAGS, *flags]
+    command = [str(VLLM), "serve", str(model), "--served-model-name", "smollm2", "--port", str(port)]
     with log.open("w") as output:
         process = subprocess.Popen(
-            command,
+            [*command, *MODEL_FLAGS, *flags],
             cwd=ROOT,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -25,7 +25,9 @@ def gather(server, bodies):
     """Post completions at the same time and return their JSON bodies in order."""
 
     async def run():
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300
+        ) as client:
             return await asyncio.gather(*(one(client, body) for body in bodies))
 
     async def one(client, body):
@@ -42,9 +44,13 @@ def token_ids(completion):
 
 def test_completion_and_chat_answer_sensibly_at_temperature_07(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-    text = client.completions.create(
-        model="smollm2", prompt="The capital of France is", temperature=0.7, seed=1, max_tokens=12
-    ).choices[0].text
+    text = (
+        client.completions.create(
+            model="smollm2", prompt="The capital of France is", temperature=0.7, seed=1, max_tokens=12
+        )
+        .choices[0]
+        .text
+    )
     chat = client.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": "What is the capital of France? Answer in one sentence."}],

@@ -78,7 +78,9 @@ def load(text: str) -> dict[str, Any]:
         path = Path(stripped).expanduser()
         source = f"sampler config file {path}"
         if path.suffix not in {".json", ".yaml", ".yml"}:
-            raise SettingsError(f"sampler config must be a JSON object or the path of a .json or .yaml file, got {text!r}")
+            raise SettingsError(
+                f"sampler config must be a JSON object or the path of a .json or .yaml file, got {text!r}"
+            )
         try:
             stripped = path.read_text()
         except OSError as error:

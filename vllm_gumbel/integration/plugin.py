@@ -3,23 +3,27 @@
 vLLM calls it in every process (entry point group `vllm.general_plugins`). It only wraps; nothing of ours acts until a
 configuration chooses a sampler other than `default`. The ledger, all of it the same in 0.31 to 0.33:
 
-| what                                              | how, when                | why                      | can go when |
-|---------------------------------------------------|--------------------------|--------------------------|-------------|
-| `EngineArgs.add_cli_args`                         | wrapped, always          | adds the group "Sampler" | plugins can declare flags |
-| `EngineArgs.from_cli_args`                        | wrapped, always          | flags into `additional_config` | the same |
-| `EngineArgs.create_engine_config`                 | wrapped, always; passes through for `default` | refuses a bad choice before anything starts | \
-vLLM has a sampler option (RFC vllm#51212) |
-| `WorkerWrapperBase.init_device`                   | wrapped, always; passes through for `default` | the last moment before the model runner is \
-built | the same |
-| `gpu_model_runner.Sampler`                        | name replaced, in a worker that chose a sampler | the runner builds it by that name | the same |
-| `gpu_model_runner.InputBatch`                     | name replaced, if the sampler asks for it | seed and position per row | \
-the runner hands positions to the sampler, as V2 does |
-| `InputProcessor._build_logits_processors_params_validator` | wrapped once a sampler was chosen | bad parameters become a 400 | \
-samplers can validate parameters |
-| `SamplingParams.from_optional`                    | wrapped once a sampler was chosen | the same for streams, whose \
-status is sent before vLLM checks; and a NaN logit bias is refused, which vLLM turns into -100 | vLLM checks before \
-it streams |
-| `prometheus_client.REGISTRY` | a collector added once a sampler was chosen | workers' counters on `/metrics` | vLLM's workers export metrics |
+Wrapped always, passing through for `default`; can go when vLLM has a sampler option (RFC vllm#51212):
+
+- `EngineArgs.add_cli_args`: adds the flags, in the group "Sampler".
+- `EngineArgs.from_cli_args`: carries what they say into `additional_config`.
+- `EngineArgs.create_engine_config`: refuses a bad choice before anything starts.
+- `WorkerWrapperBase.init_device`: the last moment before the model runner is built.
+
+In a worker that chose a sampler:
+
+- `gpu_model_runner.Sampler`, name replaced: the runner builds its sampler by that name. Can go with the above.
+- `gpu_model_runner.InputBatch`, name replaced if the sampler asks for it: seed and position per row. Can go when the
+  runner hands positions to its sampler, as V2 does.
+
+In a process that takes requests, once a sampler was chosen:
+
+- `InputProcessor._build_logits_processors_params_validator`, wrapped: bad parameters become a 400. Can go when samplers
+  can validate parameters.
+- `SamplingParams.from_optional`, wrapped: the same for streams, whose status is sent before vLLM checks; and a NaN
+  logit bias is refused, which vLLM turns into -100. Can go when vLLM checks before it streams.
+- `prometheus_client.REGISTRY`, a collector added: workers' counters on `/metrics`. Can go when vLLM's workers export
+  metrics.
 """
 
 import logging
@@ -89,7 +93,7 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *arguments: A
     compat.require_supported_version()
     cls = registry.resolve(chosen.name)
     config = original(self, *arguments, **keywords)
-    if hasattr(cls, "check_config"):
+    if cls is not None and hasattr(cls, "check_config"):
         cls.check_config(config)
     choice.carry(chosen, config)
     _prepare_frontend(chosen, cls)
@@ -170,9 +174,9 @@ def _init_device(original: Callable[..., Any], self: Any, *arguments: Any, **key
     _choose_in_worker(chosen, self.vllm_config)
     result = original(self, *arguments, **keywords)
     runner = getattr(self.worker, "model_runner", None)
-    sampler = getattr(runner, "sampler", None)
-    if hasattr(sampler, "bind"):
-        sampler.bind(runner)
+    bind = getattr(getattr(runner, "sampler", None), "bind", None)
+    if bind is not None:
+        bind(runner)
     return result
 
 
@@ -189,8 +193,6 @@ def _choose_in_worker(chosen: choice.Choice, config: "VllmConfig") -> None:
         return
     for name in ("Sampler", "InputBatch"):
         _stock_names.setdefault(name, getattr(gpu_model_runner, name))
-    gpu_model_runner.Sampler = (
-        partial(cls.from_vllm_config, config) if hasattr(cls, "from_vllm_config") else cls  # type: ignore[misc]
-    )
+    gpu_model_runner.Sampler = partial(cls.from_vllm_config, config) if hasattr(cls, "from_vllm_config") else cls
     if hasattr(cls, "input_batch"):
-        gpu_model_runner.InputBatch = cls.input_batch(config)  # type: ignore[misc]
+        gpu_model_runner.InputBatch = cls.input_batch(config)

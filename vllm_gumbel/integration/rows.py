@@ -9,6 +9,7 @@ What outlives a stay in the batch, the seed of an unseeded request, is kept on t
 lives as long as the request.
 """
 
+import secrets
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+from vllm_gumbel.integration.penalties import PenaltyCounts
 from vllm_gumbel.kernels.contract import RowParams
 from vllm_gumbel.params import GumbelParams
 
@@ -33,7 +35,7 @@ class SeedSource:
     """
 
     def __init__(self, seed: int | None, replica: int) -> None:
-        entropy = np.random.SeedSequence().entropy if seed is None else seed % 2**64
+        entropy = secrets.randbits(64) if seed is None else seed % 2**64
         self._generator = np.random.Generator(np.random.PCG64DXSM([entropy, replica]))
 
     def next(self) -> int:
@@ -50,12 +52,14 @@ class RequestRow:
         salt: in [0, 2^64).
         min_p: in [0, 1].
         stop_token: id that ends the request; None if no id does.
+        penalties: what the request has seen; None if it has no penalty.
     """
 
     seed: int
     salt: int
     min_p: float
     stop_token: int | None
+    penalties: PenaltyCounts | None = None
 
     @classmethod
     def of(cls, request: CachedRequestState, seeds: SeedSource, default_salt: int) -> "RequestRow":
@@ -73,6 +77,7 @@ class RequestRow:
             salt=(default_salt if salt is None else salt) % 2**64,
             min_p=params.min_p,
             stop_token=next((stop for stop in stops if stop is not None), None),
+            penalties=PenaltyCounts.of(request.prompt_token_ids, params),
         )
 
 
@@ -89,6 +94,7 @@ class Rows:
         self.salt = np.zeros(batch.max_num_reqs, np.uint64)
         self.min_p = np.zeros(batch.max_num_reqs, np.float32)
         self.stop_token: list[int | None] = []
+        self.penalties: list[tuple[int, PenaltyCounts]] = []
 
     def rebuild(self, requests: list[RequestRow]) -> None:
         """Take over the requests of the batch, one a row."""
@@ -97,6 +103,7 @@ class Rows:
             self.salt[i] = request.salt
             self.min_p[i] = request.min_p
         self.stop_token = [request.stop_token for request in requests]
+        self.penalties = [(i, request.penalties) for i, request in enumerate(requests) if request.penalties]
 
     def params(self) -> RowParams:
         """Return the parameters of the draw, one entry a row.

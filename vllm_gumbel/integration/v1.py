@@ -129,6 +129,20 @@ class GumbelSampler(Sampler):
             output.logprobs_tensors.logprobs.nan_to_num_(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
         return output
 
+    @staticmethod
+    def apply_penalties(
+        logits: torch.Tensor, sampling_metadata: SamplingMetadata, output_token_ids: list[list[int]]
+    ) -> torch.Tensor:
+        """Return float32 `logits` [rows, vocab], changed in place by the rows' penalties."""
+        rows: Rows | None = getattr(sampling_metadata, "rows", None)
+        if rows is None or logits.device.type != "cpu":
+            return Sampler.apply_penalties(logits, sampling_metadata, output_token_ids)
+        values = logits.numpy()
+        for row, penalties in rows.penalties:
+            penalties.update(output_token_ids[row])
+            penalties.apply(values[row])
+        return logits
+
     def sample(
         self,
         logits: torch.Tensor,

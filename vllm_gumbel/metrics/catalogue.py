@@ -46,7 +46,7 @@ class Metric:
         return (COMMON_LABELS if self.common else ()) + self.labels
 
 
-SAMPLED_TOKENS = Metric("sampled_tokens", "counter", "Tokens drawn; discarded draws of unfinished prompts do not count.")
+SAMPLED_TOKENS = Metric("sampled_tokens", "counter", "Tokens drawn, without discarded draws of unfinished prompts.")
 ANOMALOUS_TOKENS = Metric("anomalous_tokens", "counter", "Draws in which something was wrong, by kind.", ("kind",))
 FAULTS = Metric("faults", "counter", "Errors inside the sampler's own bookkeeping; tokens kept flowing.", ("part",))
 BUILD_INFO = Metric(

@@ -1,12 +1,12 @@
 """From the worker to `/metrics`: counters in memory-mapped files of a folder.
 
-The worker that draws and the process that answers `/metrics` are different processes. prometheus_client has a format for
-that, one memory-mapped file per process and type, made for forked web servers: the writer pays a memory store per
+The worker that draws and the process that answers `/metrics` are different processes. prometheus_client has a format
+for that, one memory-mapped file per process and type, made for forked web servers: the writer pays a memory store per
 increment, the reader sums the files, and what a dead worker counted stays counted.
 
-With several API servers vLLM puts all its processes into that mode, in a folder of its own, and `/metrics` shows whatever
-lies there: our files go there too. With one API server, and for `LLM`, it does not: then only our own metrics use the
-format, in a private folder that `FolderCollector` reads.
+With several API servers vLLM puts all its processes into that mode, in a folder of its own, and `/metrics` shows
+whatever lies there: our files go there too. With one API server, and for `LLM`, it does not: then only our own metrics
+use the format, in a private folder that `FolderCollector` reads.
 """
 
 import atexit
