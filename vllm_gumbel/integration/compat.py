@@ -5,7 +5,7 @@
 | engine.arg_utils.EngineArgs: add_cli_args, from_cli_args, create_engine_config | same | same | same |
 | v1.engine.input_processor.InputProcessor._build_logits_processors_params_validator | same | same | same |
 | v1.worker.worker_base.WorkerWrapperBase.init_device   | same | same | also runs a worker extension's hook |
-| v1.worker.gpu_model_runner: names Sampler, InputBatch; discard_request_mask | same | same | same |
+| v1.worker.gpu_model_runner: names Sampler, InputBatch, RejectionSampler; discard_request_mask | same | same | same |
 | v1.sample.sampler.Sampler.forward                    | same | same | on ROCm (gfx1250) a fused draw from raw logits, \
 only for batches without any logits processor; vLLM always loads its own three, so it is not reached |
 """
@@ -53,9 +53,17 @@ def require_supported_features(config: "VllmConfig") -> None:
             "set VLLM_USE_V2_MODEL_RUNNER=0, or start without --sampler"
         )
     if config.speculative_config is not None:
-        raise UnsupportedError(
-            "sampler 'gumbel' does not verify draft tokens yet: remove --speculative-config, or start without --sampler"
-        )
+        refused = {
+            "asynchronous scheduling, where positions are corrected after the draw: add --no-async-scheduling": (
+                config.scheduler_config.async_scheduling
+            ),
+            "a thinking budget: remove --reasoning-parser and --reasoning-config": (
+                getattr(getattr(config, "reasoning_config", None), "enabled", False)
+            ),
+        }
+        for what, present in refused.items():
+            if present:
+                raise UnsupportedError(f"sampler 'gumbel' does not verify draft tokens together with {what}")
     if getattr(config, "watermark_config", None) is not None:
         raise UnsupportedError(
             "sampler 'gumbel' does not compose with watermarking: remove the watermark configuration, "

@@ -44,12 +44,24 @@ class PenaltyCounts:
         for token in output[self._generated :]:
             if token < 0:
                 break
-            slot = self._slots.setdefault(token, len(self._slots))
-            if slot == len(self._ids):
-                self._grow()
-            self._ids[slot] = token
-            self._counts[slot] += 1
-            self._generated += 1
+            self.push(token)
+
+    def push(self, token: int) -> None:
+        """Count one more generated token."""
+        slot = self._slots.setdefault(token, len(self._slots))
+        if slot == len(self._ids):
+            self._grow()
+        self._ids[slot] = token
+        self._counts[slot] += 1
+        self._generated += 1
+
+    def pop(self, token: int) -> None:
+        """Take back the token that was pushed last."""
+        slot = self._slots[token]
+        self._counts[slot] -= 1
+        self._generated -= 1
+        if self._counts[slot] == 0 and slot >= self._prompt_size:
+            del self._slots[token]  # the last slot, since tokens are taken back in reverse
 
     def apply(self, row: npt.NDArray[np.float32]) -> None:
         """Change a row of logits, float32 [vocab], in place."""

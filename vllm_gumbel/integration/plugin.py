@@ -15,6 +15,8 @@ In a worker that chose a sampler:
 - `gpu_model_runner.Sampler`, name replaced: the runner builds its sampler by that name. Can go with the above.
 - `gpu_model_runner.InputBatch`, name replaced if the sampler asks for it: seed and position per row. Can go when the
   runner hands positions to its sampler, as V2 does.
+- `gpu_model_runner.RejectionSampler`, name replaced if the sampler asks for it: drafts verified by exact match. Can go
+  with the above.
 
 In a process that takes requests, once a sampler was chosen:
 
@@ -191,8 +193,10 @@ def _choose_in_worker(chosen: choice.Choice, config: "VllmConfig") -> None:
     cls = registry.resolve(chosen.name)
     if cls is None:
         return
-    for name in ("Sampler", "InputBatch"):
+    for name in ("Sampler", "InputBatch", "RejectionSampler"):
         _stock_names.setdefault(name, getattr(gpu_model_runner, name))
     gpu_model_runner.Sampler = partial(cls.from_vllm_config, config) if hasattr(cls, "from_vllm_config") else cls
     if hasattr(cls, "input_batch"):
         gpu_model_runner.InputBatch = cls.input_batch(config)
+    if hasattr(cls, "verifier"):
+        gpu_model_runner.RejectionSampler = cls.verifier()

@@ -13,6 +13,7 @@ The class is a subclass of `vllm.v1.sample.sampler.Sampler`. It is built as vLLM
 - `check_config(vllm_config)`, called before anything starts; an exception ends the start-up with its text;
 - `validate_params(sampling_params)`, called at admission; a ValueError becomes a 400 with its text;
 - `input_batch(vllm_config)` returns what the runner builds in place of vLLM's `InputBatch`;
+- `verifier()` returns what the runner builds in place of vLLM's `RejectionSampler`;
 - `bind(model_runner)`, on the instance, called once the runner is built.
 """
 

@@ -6,13 +6,13 @@ raw logprobs before them. The draw, with its temperature and filters, is ours.
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import SamplerOutput
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -21,7 +21,7 @@ import vllm_gumbel
 from vllm_gumbel.integration import choice, compat
 from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
 from vllm_gumbel.kernels import dispatch
-from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Flag, RowParams
+from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Draw, Flag, RowParams
 from vllm_gumbel.metrics.exporter import shared_folder
 from vllm_gumbel.metrics.recorder import Recorder
 from vllm_gumbel.params import GumbelParams, check_seed
@@ -33,8 +33,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.gumbel")
 
-#: Logprobs that JSON cannot carry become these: vLLM's server turns -inf into its own floor.
 _LARGEST = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A draw, and float32 [rows, vocab] logits after the filters if they were asked for."""
+
+    draw: Draw
+    processed: torch.Tensor | None
 
 
 class GumbelSampler(Sampler):
@@ -66,7 +73,7 @@ class GumbelSampler(Sampler):
         self.recorder = recorder
         self._usable_vocab = usable_vocab
         self._default_stop = default_stop
-        self._seeds = seeds or SeedSource(seed=0, replica=0)
+        self.seeds = seeds or SeedSource(seed=0, replica=0)
         self._discarded: Callable[[], np.ndarray] | None = None
 
     @classmethod
@@ -99,6 +106,13 @@ class GumbelSampler(Sampler):
         return partial(RowBatch, seeds=seeds, default_salt=settings.salt)
 
     @classmethod
+    def verifier(cls) -> type:
+        """Return what the runner builds in place of vLLM's `RejectionSampler`."""
+        from vllm_gumbel.integration.speculative import Verifier
+
+        return Verifier
+
+    @classmethod
     def check_config(cls, config: "VllmConfig") -> None:
         """Raise `UnsupportedError` for a server configuration that the sampler cannot serve; before anything starts."""
         compat.require_supported_features(config)
@@ -122,11 +136,11 @@ class GumbelSampler(Sampler):
     ) -> SamplerOutput:
         """Return the tokens and logprobs of a step; see the parent, whose order of steps this keeps.
 
-        Logprobs are always numbers that JSON can carry: those of a NaN are -inf, and +inf is the largest float32.
+        Logprobs are always numbers that JSON can carry (`finite`).
         """
         output = super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
         if output.logprobs_tensors is not None:
-            output.logprobs_tensors.logprobs.nan_to_num_(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+            self.finite(output.logprobs_tensors)
         return output
 
     @staticmethod
@@ -161,26 +175,54 @@ class GumbelSampler(Sampler):
         """
         mode = logprobs_mode_override or self.logprobs_mode
         wanted = sampling_metadata.max_num_logprobs is not None or bool(sampling_metadata.logprob_token_ids)
-        processed = wanted and mode in ("processed_logits", "processed_logprobs")
         rows: Rows | None = getattr(sampling_metadata, "rows", None)
         count, vocab = logits.shape
-        params = rows.params() if rows else detached_params(sampling_metadata, count, self._seeds, vocab)
-        values = logits.cpu().numpy()  # the same memory for logits on a CPU
+        params = rows.params() if rows else detached_params(sampling_metadata, count, self.seeds, vocab)
         tempered = self._apply_foreign_processors(logits, params.temperature, sampling_metadata)
         if tempered is not None:
-            values = tempered.cpu().numpy()
-            params = _with_temperature_applied(params)
+            logits, params = tempered, _with_temperature_applied(params)
+        drawn = self.draw_rows(logits, params, processed=wanted and mode in ("processed_logits", "processed_logprobs"))
+        if rows:
+            self.count(drawn.draw.flags)
+        tokens = torch.from_numpy(self.replace_bad_rows(drawn.draw, rows)).to(logits.device)
+        if drawn.processed is None or mode == "processed_logits":
+            return tokens, drawn.processed
+        return tokens, self.compute_logprobs(drawn.processed)
+
+    def draw_rows(self, logits: torch.Tensor, params: RowParams, *, processed: bool) -> "Drawn":
+        """Draw one token per row of `logits` [rows, vocab]; with `processed`, also return them after the filters."""
+        values = logits.cpu().numpy()  # the same memory for logits on a CPU
         out = np.empty_like(values) if processed else None
         draw = self.backend.draw(values, params, usable_vocab=self._usable_vocab, processed=out)
-        if rows and self.recorder:
-            self.recorder.step(draw.flags, None if self._discarded is None else ~self._discarded())
+        return Drawn(draw, None if out is None else torch.from_numpy(out).to(logits.device))
+
+    def count(self, flags: np.ndarray, sent: np.ndarray | None = None, request: np.ndarray | None = None) -> None:
+        """Count the rows of a step that a client gets.
+
+        Args:
+            flags: uint8 [rows], of the draw.
+            sent: bool [rows], whether a row's token is sent at all; None means all are.
+            request: int [rows], the request that a row belongs to; None means that each row is one.
+        """
+        if self.recorder is None:
+            return
+        if self._discarded is not None:
+            kept = ~self._discarded()
+            kept = kept if request is None else kept[request]
+            sent = kept if sent is None else kept & sent
+        self.recorder.step(flags, sent)
+
+    def replace_bad_rows(self, draw: Draw, rows: Rows | None, request: np.ndarray | None = None) -> np.ndarray:
+        """Return the drawn tokens, int64 [rows], with the setting `on_bad_row` applied to rows that have none."""
         for row in np.flatnonzero(draw.flags & Flag.NO_CANDIDATE):
-            draw.tokens[row] = self._token_of_bad_row(rows, int(row))
-        tokens = torch.from_numpy(draw.tokens).to(logits.device)
-        if out is None:
-            return tokens, None
-        result = torch.from_numpy(out).to(logits.device)
-        return tokens, result if mode == "processed_logits" else self.compute_logprobs(result)
+            draw.tokens[row] = self._token_of_bad_row(rows, int(row if request is None else request[row]))
+        return draw.tokens
+
+    @staticmethod
+    def finite(logprobs: LogprobsTensors) -> LogprobsTensors:
+        """Return logprobs that JSON can carry: NaN as -inf, which vLLM's server floors, +inf as the largest float32."""
+        logprobs.logprobs.nan_to_num_(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
+        return logprobs
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:

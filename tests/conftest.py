@@ -1,0 +1,57 @@
+"""What every test shares: an environment in which nothing is asked of the network, and the default model."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from tests.serving import Server
+
+# Before any test module imports vLLM or transformers, which read these once.
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_CPU_KVCACHE_SPACE="2")
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """The folder of the default model, in the user's own cache, so that it is converted once and not by every run."""
+    from vllm_gumbel.default_model import prepare
+
+    return prepare()
+
+
+@pytest.fixture(scope="session")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator["Server"]:
+    """The default model served with `--sampler gumbel` and everything that makes reproducibility hard."""
+    from tests.serving import serving
+
+    flags = ("--sampler", "gumbel", "--max-num-batched-tokens", "64", "--max-num-seqs", "48", "--async-scheduling")
+    processors = ("--logits-processors", "tests.processors:SpoilLogits", "tests.processors:HalveTempered")
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(model_path, log, *flags, *processors, "--enable-prefix-caching") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def engine(model_path: Path) -> Iterator["LLM"]:
+    """The default model in an `LLM` with the sampler `gumbel`, whole prompts, and a cache small enough to preempt."""
+    from vllm import LLM
+
+    llm = LLM(
+        str(model_path),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        block_size=32,
+        num_gpu_blocks_override=34,
+        enable_prefix_caching=False,
+        async_scheduling=False,
+        disable_log_stats=False,
+        additional_config={"sampler": "gumbel"},
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()

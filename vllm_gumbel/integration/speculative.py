@@ -1,0 +1,155 @@
+"""Exact-match verification of draft tokens, for vLLM's model runner V1.
+
+Which token comes at a position is determined by its logits, the seed and the position before any draft is looked at. So
+a draft is accepted exactly when it is that token, and the output equals the output without speculation, token for
+token, for any drafter (Daliri, Musco, Musco 2024, "Coupling without communication and drafter-invariant speculative
+decoding"). Rejection sampling, vLLM's way, keeps the law of the output but not the output.
+
+The rows of a step are drawn as if each were a request of its own, whose output ends with the drafts before that row.
+(With speculative decoding vLLM refuses min_p and a logit bias at admission, whoever verifies.)
+"""
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.bad_words import apply_bad_words
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_gumbel.integration.rows import Rows, detached_params
+from vllm_gumbel.kernels.contract import RowParams
+
+#: Fills the places of tokens that were not accepted.
+NOT_ACCEPTED = -1
+
+
+class Verifier(RejectionSampler):
+    """Draws every row of a step, and accepts drafts while they equal what was drawn.
+
+    It takes the place of vLLM's `RejectionSampler`; `self.sampler` is a `GumbelSampler`.
+    """
+
+    def forward(
+        self,
+        metadata: SpecDecodeMetadata,
+        draft_probs: torch.Tensor | None,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+    ) -> SamplerOutput:
+        """Return the accepted tokens of a step, and the first of each request that differs from its draft.
+
+        Args:
+            metadata: vLLM's; the drafts, and how many each request has.
+            draft_probs: not needed.
+            logits: [drafts + requests, vocab]; for each request a row per draft, then one more.
+            sampling_metadata: vLLM's; its `rows` give seed and position.
+
+        Returns:
+            int32 [requests, longest draft + 1] token ids, `NOT_ACCEPTED` after the last one; and their logprobs.
+        """
+        drafts = split(metadata.draft_token_ids.tolist(), metadata.num_draft_tokens)
+        lengths = np.array([len(draft) + 1 for draft in drafts])
+        request = np.repeat(np.arange(len(drafts)), lengths)
+        offset = np.concatenate([np.arange(length) for length in lengths])
+        rows: Rows | None = getattr(sampling_metadata, "rows", None)
+        base = rows.params() if rows else self._detached(sampling_metadata, len(drafts), logits.shape[1])
+        params = expand(base, request, offset)
+        raw = logits
+        logits = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
+        edit(logits, request, offset, drafts, sampling_metadata, rows)
+        wanted = sampling_metadata.max_num_logprobs
+        drawn = self.sampler.draw_rows(logits, params, processed=wanted is not None and self.is_processed_logprobs_mode)
+        tokens = self.sampler.replace_bad_rows(drawn.draw, rows, request)
+
+        shape = (len(drafts), int(lengths.max()))
+        accepted = np.full(shape, NOT_ACCEPTED, np.int64)
+        source = np.zeros(shape, np.int64)  # the row that each place of the output was drawn from
+        sent = np.zeros(len(tokens), bool)
+        for r, (start, draft) in enumerate(zip(accumulate(lengths, initial=0), drafts, strict=False)):
+            count = 1
+            while count <= len(draft) and tokens[start + count - 1] == draft[count - 1]:
+                count += 1
+            accepted[r, :count] = tokens[start : start + count]
+            source[r, :count] = np.arange(start, start + count)
+            sent[start : start + count] = True
+        if rows:
+            self.sampler.count(drawn.draw.flags, sent, request)
+        result = torch.from_numpy(accepted)
+        output = None
+        if wanted is not None:
+            shown = drawn.processed if drawn.processed is not None else raw
+            output = self._logprobs(shown[source.flatten()], result.flatten(), wanted)
+        return SamplerOutput(sampled_token_ids=result.to(torch.int32).to(raw.device), logprobs_tensors=output)
+
+    def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
+        """Return the logprobs of the output's places in order, as vLLM's runner filters them."""
+        values = logits.float() if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(logits)
+        return self.sampler.finite(self.sampler.gather_logprobs(values, wanted, tokens.clamp(min=0).to(values.device)))
+
+    def _detached(self, metadata: SamplingMetadata, requests: int, vocab: int) -> RowParams:
+        return detached_params(metadata, requests, self.sampler.seeds, vocab)
+
+
+def split(flat: list[int], counts: list[int]) -> list[list[int]]:
+    """Return `flat` cut into pieces of the given lengths."""
+    ends = list(accumulate(counts, initial=0))
+    return [flat[start:end] for start, end in pairwise(ends)]
+
+
+def expand(params: RowParams, request: np.ndarray, offset: np.ndarray) -> RowParams:
+    """Return parameters of the rows of a step: those of their request, at a position `offset` further on."""
+    columns: dict[str, Any] = {name: values[request] for name, values in vars(params).items()}
+    columns["position"] = columns["position"] + offset
+    return RowParams(**columns)
+
+
+def edit(
+    logits: torch.Tensor,
+    request: np.ndarray,
+    offset: np.ndarray,
+    drafts: list[list[int]],
+    metadata: SamplingMetadata,
+    rows: Rows | None,
+) -> None:
+    """Apply to each row, in place, what vLLM applies to a request's logits when there are no drafts, in its order."""
+    if metadata.allowed_token_ids_mask is not None:
+        logits.masked_fill_(metadata.allowed_token_ids_mask[torch.from_numpy(request)], -torch.inf)
+    if metadata.bad_words_token_ids:
+        output = metadata.output_token_ids
+        past = [[*output[r], *drafts[r][:o]] for r, o in zip(request, offset, strict=True)]
+        words = {i: metadata.bad_words_token_ids[r] for i, r in enumerate(request) if r in metadata.bad_words_token_ids}
+        apply_bad_words(logits, words, past)
+    for processor in metadata.logitsprocs.non_argmax_invariant:
+        if isinstance(processor, MinTokensLogitsProcessor):
+            _mask_stops(logits, request, offset, processor)
+    if rows is None:
+        return
+    first = {int(r): i for i, r in reversed(list(enumerate(request)))}
+    for r, penalties in rows.penalties:
+        penalties.update(metadata.output_token_ids[r])
+        for i, token in enumerate([*drafts[r], None]):
+            penalties.apply(logits[first[r] + i].numpy())
+            if token is not None:
+                penalties.push(token)
+        for token in reversed(drafts[r]):
+            penalties.pop(token)
+
+
+def _mask_stops(
+    logits: torch.Tensor, request: np.ndarray, offset: np.ndarray, processor: MinTokensLogitsProcessor
+) -> None:
+    """Forbid stop tokens in rows before a request's `min_tokens`, unless nothing else is left to a grammar."""
+    for i, (r, o) in enumerate(zip(request, offset, strict=True)):
+        least, output, stops, structured = processor.min_toks.get(r, (0, (), (), False))
+        if len(output) + o >= least or not stops:
+            continue
+        ids = torch.tensor(sorted(stops), dtype=torch.int64)
+        before = logits[i, ids].clone()
+        logits[i, ids] = -torch.inf
+        if structured and logits[i].isneginf().all():
+            logits[i, ids] = before
