@@ -6,8 +6,8 @@
     scripts/noise_battery.py summary --out results/                             verdicts of all streams
 
 Streams are raw little-endian 32-bit words: of `upper16`, the 16 bits that every token gets, two a word; of `word64`,
-the whole value, two words each. An axis says which input runs fastest: along `token` 131,072 ids of one (seed, position),
-then the next position; along `position` and `seed` consecutive values with the rest fixed for 2^20 of them;
+the whole value, two words each. An axis says which input runs fastest: along `token` 131,072 ids of one (seed,
+position), then the next position; along `position` and `seed` consecutive values with the rest fixed for 2^20 of them;
 `interleaved` advances all three at once.
 
 The tests are those of `dieharder -a`, each on words of its own, read from standard input (`-g 200`) with `-Y 1`, which

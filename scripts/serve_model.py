@@ -52,9 +52,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "OpenAI's under http://HOST:PORT/v1 and metrics under /metrics. Ctrl-C stops all of it.",
         epilog="Arguments after `--` go to `vllm serve` unchanged, for instance: scripts/serve --port 8001 -- "
         "--max-num-seqs 16 --sampler default. Without an NVIDIA GPU vLLM gets 2 GiB for its KV cache "
-        "(VLLM_CPU_KVCACHE_SPACE), and the default model 2048 tokens of context, uncompiled (--enforce-eager). vLLM's usage "
-        "statistics are off (VLLM_NO_USAGE_STATS, DO_NOT_TRACK), and for a model from a local folder nothing is asked "
-        "of a model hub (HF_HUB_OFFLINE). A variable that is set already is left as it is. Exit code: 1 when it could "
+        "(VLLM_CPU_KVCACHE_SPACE), and the default model 2048 tokens of context, uncompiled (--enforce-eager). "
+        "vLLM's usage statistics are off (VLLM_NO_USAGE_STATS, DO_NOT_TRACK), and for a model from a local folder "
+        "nothing is asked of a model hub (HF_HUB_OFFLINE). A variable that is set already is left as it is. Exit code: "
+        "1 when it could "
         "not start, 130 after Ctrl-C, 143 after SIGTERM, else vLLM's own.",
     )
     parser.add_argument(

@@ -32,6 +32,15 @@ def run_model(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_settings(arguments: argparse.Namespace) -> int:
+    """Prints every server-wide setting with its environment variable, default and meaning."""
+    from vllm_gumbel.settings import SamplerSettings
+
+    for name, variable, default, description in SamplerSettings.table():
+        print(f"{name}\n    environment {variable}, default {default}\n    {description}")
+    return 0
+
+
 class Command(NamedTuple):
     """One subcommand: its line in the help, what adds its options, and what runs it."""
 
@@ -45,6 +54,11 @@ COMMANDS = {
         "prepare the default model, SmolLM2-135M-Instruct, where needed, and print its folder",
         add_no_arguments,
         run_model,
+    ),
+    "settings": Command(
+        "print what a server can set with --sampler-config, LLM(additional_config=...) or the environment",
+        add_no_arguments,
+        run_settings,
     ),
 }
 
