@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import MinPLogitsProcessor
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 import vllm_gumbel
-from vllm_gumbel.integration import choice, compat
+from vllm_gumbel.integration import choice, compat, worker
 from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
 from vllm_gumbel.kernels import dispatch
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Draw, Flag, RowParams
-from vllm_gumbel.metrics.exporter import shared_folder
 from vllm_gumbel.metrics.recorder import Recorder
 from vllm_gumbel.params import GumbelParams, check_seed
 from vllm_gumbel.settings import SamplerSettings
@@ -82,13 +81,13 @@ class GumbelSampler(Sampler):
         settings = choice.read(config.additional_config).settings
         sampler = cls(
             settings=settings,
-            usable_vocab=_usable_vocab(config),
-            default_stop=_end_of_sequence(config),
-            seeds=SeedSource(config.model_config.seed, _replica(config)),
+            usable_vocab=worker.usable_vocab(config),
+            default_stop=worker.end_of_sequence(config),
+            seeds=SeedSource(config.model_config.seed, worker.replica(config)),
             **stock,
         )
         if settings.metrics:
-            sampler.recorder = _recorder(config, sampler.backend.name)
+            sampler.recorder = worker.recorder(config, sampler.backend.name)
         logger.info(
             "vllm-gumbel %s draws with backend %r (%s), noise version %d",
             vllm_gumbel.__version__,
@@ -102,7 +101,7 @@ class GumbelSampler(Sampler):
     def input_batch(cls, config: "VllmConfig") -> Callable[..., RowBatch]:
         """Return what the runner builds in place of vLLM's `InputBatch`."""
         settings = choice.read(config.additional_config).settings
-        seeds = SeedSource(config.model_config.seed, _replica(config))
+        seeds = SeedSource(config.model_config.seed, worker.replica(config))
         return partial(RowBatch, seeds=seeds, default_salt=settings.salt)
 
     @classmethod
@@ -136,12 +135,31 @@ class GumbelSampler(Sampler):
     ) -> SamplerOutput:
         """Return the tokens and logprobs of a step; see the parent, whose order of steps this keeps.
 
-        Logprobs are always numbers that JSON can carry (`finite`).
+        Logits are drawn from as they come, in their own dtype, unless a request asks for something that changes them;
+        the parent always makes a float32 copy of the batch. Logprobs are numbers that JSON can carry (`finite`).
         """
-        output = super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
-        if output.logprobs_tensors is not None:
-            self.finite(output.logprobs_tensors)
-        return output
+        wanted = sampling_metadata.max_num_logprobs
+        mode = logprobs_mode_override or self.logprobs_mode
+        if (
+            predict_bonus_token
+            or logits.device.type != "cpu"
+            or sampling_metadata.logprob_token_ids
+            or (wanted is not None and (wanted < 0 or mode != "raw_logprobs"))
+        ):
+            output = super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+            if output.logprobs_tensors is not None:
+                self.finite(output.logprobs_tensors)
+            return output
+        raw = logits
+        if changes_logits(sampling_metadata):
+            copy = wanted is not None and raw.dtype == torch.float32
+            logits = raw.clone() if copy else raw.to(torch.float32)
+            logits = self.apply_logits_processors(logits, sampling_metadata, predict_bonus_token)
+        tokens, _ = self.sample(logits, sampling_metadata)
+        logprobs = None
+        if wanted is not None:
+            logprobs = self.finite(self.gather_logprobs(self.compute_logprobs(raw), wanted, token_ids=tokens))
+        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=logprobs)
 
     @staticmethod
     def apply_penalties(
@@ -166,7 +184,7 @@ class GumbelSampler(Sampler):
         """Draw one token per row.
 
         Args:
-            logits: float32 [rows, vocab], after penalties and masks; overwritten if processed logprobs are wanted.
+            logits: float32, bfloat16 or float16 [rows, vocab], after penalties and masks.
             sampling_metadata: vLLM's; its `rows`, if there are any, give seed and position.
             logprobs_mode_override: vLLM's.
 
@@ -191,8 +209,9 @@ class GumbelSampler(Sampler):
 
     def draw_rows(self, logits: torch.Tensor, params: RowParams, *, processed: bool) -> "Drawn":
         """Draw one token per row of `logits` [rows, vocab]; with `processed`, also return them after the filters."""
-        values = logits.cpu().numpy()  # the same memory for logits on a CPU
-        out = np.empty_like(values) if processed else None
+        values = logits.cpu()  # the same memory for logits on a CPU
+        values = values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
+        out = np.empty(values.shape, np.float32) if processed else None
         draw = self.backend.draw(values, params, usable_vocab=self._usable_vocab, processed=out)
         return Drawn(draw, None if out is None else torch.from_numpy(out).to(logits.device))
 
@@ -251,7 +270,7 @@ class GumbelSampler(Sampler):
         if not foreign:
             return None
         divisor = torch.from_numpy(np.where(temperature < GREEDY_TEMPERATURE, np.float32(1), temperature))
-        tempered = logits / divisor.to(logits.device).unsqueeze(1)
+        tempered = logits.float() / divisor.to(logits.device).unsqueeze(1)
         for processor in foreign:
             tempered = processor.apply(tempered)
         greedy = torch.from_numpy(temperature < GREEDY_TEMPERATURE).to(logits.device)
@@ -266,60 +285,26 @@ class GumbelSampler(Sampler):
         return 0 if stop is None else stop
 
 
+def changes_logits(metadata: SamplingMetadata) -> bool:
+    """Return whether a request in the batch asks for something that changes logits before the draw."""
+    holder = metadata.thinking_budget_state_holder
+    return bool(
+        metadata.allowed_token_ids_mask is not None
+        or metadata.bad_words_token_ids
+        or not metadata.no_penalties
+        or not all(_is_idle(processor) for processor in metadata.logitsprocs.non_argmax_invariant)
+        or (holder is not None and holder.has_tracked_requests())
+    )
+
+
+def _is_idle(processor: Any) -> bool:
+    """Return whether a logits processor has nothing to do; one of another package may always have."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    return isinstance(processor, LogitBiasLogitsProcessor) and not processor.biases
+
+
 def _with_temperature_applied(params: RowParams) -> RowParams:
     """Return `params` for logits that are tempered already: 1 for every row that is not greedy."""
     greedy = params.temperature < GREEDY_TEMPERATURE
     return replace(params, temperature=np.where(greedy, np.float32(0), np.float32(1)))
-
-
-def _replica(config: "VllmConfig") -> int:
-    """Return the index of this worker's data-parallel replica."""
-    return int(getattr(config.parallel_config, "data_parallel_index", config.parallel_config.data_parallel_rank))
-
-
-def _usable_vocab(config: "VllmConfig") -> int | None:
-    """Return how many ids the tokenizer knows; None, said in the log, if there is no tokenizer to ask."""
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    try:
-        tokenizer = cached_tokenizer_from_config(config.model_config)
-        return None if tokenizer is None else int(tokenizer.max_token_id) + 1
-    except Exception as error:
-        logger.warning("vllm-gumbel: the tokenizer's size is unknown, so padded ids are not excluded: %r", error)
-        return None
-
-
-def _end_of_sequence(config: "VllmConfig") -> int | None:
-    """Return the model's end-of-sequence id, None if it has none."""
-    ids = getattr(config.model_config.hf_text_config, "eos_token_id", None)
-    return next(iter(ids), None) if isinstance(ids, list) else ids
-
-
-def _recorder(config: "VllmConfig", backend: str) -> Recorder | None:
-    """Return what counts for this worker: of several tensor-parallel ranks, which draw the same tokens, the first."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    try:
-        if get_tp_group().rank_in_group != 0:
-            return None
-        return Recorder(
-            shared_folder(),
-            model_name=_served_name(config),
-            engine=_replica(config),
-            build={
-                "version": vllm_gumbel.__version__,
-                "noise_version": str(NOISE_VERSION),
-                "backend": backend,
-                "runner": "v1",
-                "vllm_version": compat.vllm_version(),
-            },
-        )
-    except Exception as error:
-        logger.warning("vllm-gumbel: nothing will be counted, tokens are drawn all the same: %r", error)
-        return None
-
-
-def _served_name(config: "VllmConfig") -> str:
-    """Return the model's name as vLLM's own metrics show it."""
-    name = config.model_config.served_model_name
-    return name[0] if isinstance(name, list) else str(name)

@@ -1,0 +1,68 @@
+"""What a worker learns from vLLM's configuration: its replica, the tokenizer's size, where it counts."""
+
+import logging
+from typing import TYPE_CHECKING
+
+import vllm_gumbel
+from vllm_gumbel.integration import compat
+from vllm_gumbel.kernels.contract import NOISE_VERSION
+from vllm_gumbel.metrics.exporter import shared_folder
+from vllm_gumbel.metrics.recorder import Recorder
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.gumbel")
+
+
+def replica(config: "VllmConfig") -> int:
+    """Return the index of this worker's data-parallel replica."""
+    return int(getattr(config.parallel_config, "data_parallel_index", config.parallel_config.data_parallel_rank))
+
+
+def usable_vocab(config: "VllmConfig") -> int | None:
+    """Return how many ids the tokenizer knows; None, said in the log, if there is no tokenizer to ask."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    try:
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        return None if tokenizer is None else int(tokenizer.max_token_id) + 1
+    except Exception as error:
+        logger.warning("vllm-gumbel: the tokenizer's size is unknown, so padded ids are not excluded: %r", error)
+        return None
+
+
+def end_of_sequence(config: "VllmConfig") -> int | None:
+    """Return the model's end-of-sequence id, None if it has none."""
+    ids = getattr(config.model_config.hf_text_config, "eos_token_id", None)
+    return next(iter(ids), None) if isinstance(ids, list) else ids
+
+
+def recorder(config: "VllmConfig", backend: str) -> Recorder | None:
+    """Return what counts for this worker: of several tensor-parallel ranks, which draw the same tokens, the first."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    try:
+        if get_tp_group().rank_in_group != 0:
+            return None
+        return Recorder(
+            shared_folder(),
+            model_name=_served_name(config),
+            engine=replica(config),
+            build={
+                "version": vllm_gumbel.__version__,
+                "noise_version": str(NOISE_VERSION),
+                "backend": backend,
+                "runner": "v1",
+                "vllm_version": compat.vllm_version(),
+            },
+        )
+    except Exception as error:
+        logger.warning("vllm-gumbel: nothing will be counted, tokens are drawn all the same: %r", error)
+        return None
+
+
+def _served_name(config: "VllmConfig") -> str:
+    """Return the model's name as vLLM's own metrics show it."""
+    name = config.model_config.served_model_name
+    return name[0] if isinstance(name, list) else str(name)
