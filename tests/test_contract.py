@@ -20,7 +20,7 @@ def changed(name, values):
         (np.zeros(10, np.float32), ValueError, r"\[rows, vocab\]"),
         (np.zeros((2, 5, 1), np.float32), ValueError, r"\[rows, vocab\]"),
         (np.zeros((2, 10), np.float64), TypeError, "float32, got float64"),
-        (np.zeros((2, 10), np.float16), TypeError, "float32, got float16"),
+        (np.zeros((2, 10), np.int16), TypeError, "float32, got int16"),
         (np.zeros((2, 10), np.int32), TypeError, "float32, got int32"),
         (np.zeros((3, 10), np.float32), ValueError, r"shape \(3,\)"),
         (np.zeros((0, 10), np.float32), ValueError, r"shape \(0,\)"),

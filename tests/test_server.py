@@ -261,7 +261,7 @@ def test_metrics_show_the_build_and_count_exactly_the_tokens_that_clients_got(se
     ((labels, value),) = server.samples("vllm_gumbel_build_info")
     assert value == 1
     assert labels["noise_version"] == "1"
-    assert labels["backend"] == "reference"
+    assert labels["backend"] == "numba"
     assert labels["runner"] == "v1"
     assert labels["model_name"] == "smollm2"
     before = server.metric("vllm_gumbel_sampled_tokens_total")

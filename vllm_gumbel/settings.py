@@ -27,8 +27,14 @@ class SamplerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="GUMBEL_", extra="forbid", frozen=True)
 
-    backend: Literal["auto", "reference"] = Field(
+    backend: Literal["auto", "numba", "reference"] = Field(
         "auto", description="Which implementation draws; `auto` takes the best one that loads and logs why."
+    )
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="How many threads draw a batch; as many as vLLM gave the worker for torch if unset. More than that "
+        "compete with vLLM's own.",
     )
     on_bad_row: Literal["stop", "lowest"] = Field(
         "stop",

@@ -86,6 +86,12 @@ class GumbelSampler(Sampler):
             seeds=SeedSource(config.model_config.seed, worker.replica(config)),
             **stock,
         )
+        sampler.backend.prepare(
+            config.model_config.get_vocab_size(),
+            worker.logits_dtypes(config),
+            settings.threads or torch.get_num_threads(),
+            lambda line: logger.info("vllm-gumbel: %s", line),
+        )
         if settings.metrics:
             sampler.recorder = worker.recorder(config, sampler.backend.name)
         logger.info(

@@ -3,6 +3,9 @@
 import logging
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 import vllm_gumbel
 from vllm_gumbel.integration import compat
 from vllm_gumbel.kernels.contract import NOISE_VERSION
@@ -18,6 +21,12 @@ logger = logging.getLogger("vllm.gumbel")
 def replica(config: "VllmConfig") -> int:
     """Return the index of this worker's data-parallel replica."""
     return int(getattr(config.parallel_config, "data_parallel_index", config.parallel_config.data_parallel_rank))
+
+
+def logits_dtypes(config: "VllmConfig") -> list[np.dtype]:
+    """Return the dtypes, as the kernels see them, in which logits will come: the model's, and float32 once changed."""
+    model = {torch.bfloat16: np.uint16, torch.float16: np.float16}.get(config.model_config.dtype, np.float32)
+    return [np.dtype(dtype) for dtype in dict.fromkeys((model, np.float32))]
 
 
 def usable_vocab(config: "VllmConfig") -> int | None:

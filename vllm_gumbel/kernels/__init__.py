@@ -17,7 +17,10 @@ One row of logits, one token. As a loop:
 
 Modules:
     contract            shapes, dtypes, constants, streams, the input check
+    dispatch            picks a backend and says why
     noise_reference     the noise G in NumPy, the definition
     sample_reference    the draw in NumPy, the definition
-    dispatch            picks a backend and says why
+    noise_numba         the same noise for CPUs
+    sample_numba        the same draw for CPUs: one call a batch, straight from the logits
+    *_numba             the parts of that draw
 """

@@ -40,6 +40,10 @@ class Flag(IntFlag):
     PADDED = 4  #: an id past the tokenizer's size would have won
 
 
+#: Logits of a batch: float32, float16, or uint16 that holds the bits of bfloat16, which NumPy lacks.
+Logits = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
+
+
 @dataclass(frozen=True)
 class RowParams:
     """Parameters of a batch of draws, one entry a row.
@@ -100,22 +104,23 @@ class Draw:
     flags: npt.NDArray[np.uint8]
 
 
+_LOGITS = (np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.float16))
 _DTYPES = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "seed": np.uint64,
-    "position": np.int64,
-    "salt": np.uint64,
+    "temperature": np.dtype(np.float32),
+    "top_k": np.dtype(np.int32),
+    "top_p": np.dtype(np.float32),
+    "min_p": np.dtype(np.float32),
+    "seed": np.dtype(np.uint64),
+    "position": np.dtype(np.int64),
+    "salt": np.dtype(np.uint64),
 }
 
 
-def check(logits: npt.NDArray[np.float32], params: RowParams, usable_vocab: int | None) -> int:
+def check(logits: Logits, params: RowParams, usable_vocab: int | None) -> int:
     """Check the arguments of a draw and return the number of ids that may be drawn.
 
     Args:
-        logits: float32 [rows, vocab], any strides.
+        logits: float32, float16 or uint16 (bits of bfloat16) [rows, vocab], any strides, offsets of 64 bits.
         params: one entry per row of `logits`.
         usable_vocab: number of ids the tokenizer knows; None means all of them.
 
@@ -125,17 +130,25 @@ def check(logits: npt.NDArray[np.float32], params: RowParams, usable_vocab: int 
     """
     if logits.ndim != 2:
         raise ValueError(f"logits must be [rows, vocab], got shape {logits.shape}")
-    if logits.dtype != np.float32:
-        raise TypeError(f"logits must be float32, got {logits.dtype}")
-    rows, vocab = logits.shape
+    if logits.dtype not in _LOGITS:
+        raise TypeError(f"logits must be uint16 (bits of bfloat16), float16 or float32, got {logits.dtype}")
+    rows, vocab = shape = logits.shape
+    expected = shape[:1]
     for name, dtype in _DTYPES.items():
         values = getattr(params, name)
-        if values.dtype != dtype:
-            raise TypeError(f"{name} must be {np.dtype(dtype)}, got {values.dtype}")
-        if values.shape != (rows,):
+        if values.dtype is not dtype and values.dtype != dtype:
+            raise TypeError(f"{name} must be {dtype}, got {values.dtype}")
+        if values.shape != expected:
             raise ValueError(f"{name} must have shape ({rows},), got {values.shape}")
     if usable_vocab is None:
         return vocab
     if usable_vocab < 1:
         raise ValueError(f"usable_vocab must be at least 1, got {usable_vocab}")
     return min(usable_vocab, vocab)
+
+
+def widen(logits: Logits) -> npt.NDArray[np.float32]:
+    """Return logits as float32 of the same shape; exact, and the same array if they are float32 already."""
+    if logits.dtype == np.uint16:
+        return (logits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return logits.astype(np.float32, copy=False)

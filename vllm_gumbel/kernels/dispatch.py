@@ -5,16 +5,20 @@ the label `backend` of `build_info`.
 """
 
 import importlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_gumbel.kernels.contract import Draw, RowParams, Stream
+from vllm_gumbel.kernels.contract import Draw, Logits, RowParams, Stream
 
 #: Backend name -> module with a function `draw`, best first.
-BACKENDS = {"reference": "vllm_gumbel.kernels.sample_reference"}
+BACKENDS = {
+    "numba": "vllm_gumbel.kernels.sample_numba",
+    "reference": "vllm_gumbel.kernels.sample_reference",
+}
 
 
 class DrawFunction(Protocol):
@@ -22,7 +26,7 @@ class DrawFunction(Protocol):
 
     def __call__(
         self,
-        logits: npt.NDArray[np.float32],
+        logits: Logits,
         params: RowParams,
         *,
         usable_vocab: int | None = None,
@@ -38,6 +42,23 @@ class Backend:
     name: str
     draw: DrawFunction
     reason: str
+
+    def prepare(
+        self, vocab: int, dtypes: Iterable[npt.DTypeLike], threads: int, on_progress: Callable[[str], None]
+    ) -> None:
+        """Do now what the first draw would have to wait for: compile, or load what was compiled before.
+
+        Args:
+            vocab: vocabulary size.
+            dtypes: dtypes of the logits to come.
+            threads: how many threads draw a batch.
+            on_progress: called with lines that say what is done.
+        """
+        module = importlib.import_module(BACKENDS[self.name])
+        if hasattr(module, "warm_up"):
+            module.set_threads(threads)
+            for dtype in dtypes:
+                module.warm_up(vocab, dtype, on_progress)
 
 
 def choose(forced: str = "auto") -> Backend:

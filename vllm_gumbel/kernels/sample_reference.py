@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_gumbel.kernels import noise_reference as noise
-from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NO_TOKEN, Draw, Flag, RowParams, Stream, check
+from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NO_TOKEN, Draw, Flag, Logits, RowParams, Stream, check, widen
 
 Row = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
 
 def draw(
-    logits: npt.NDArray[np.float32],
+    logits: Logits,
     params: RowParams,
     *,
     usable_vocab: int | None = None,
@@ -28,12 +28,13 @@ def draw(
     """Draw one token per row.
 
     Args:
-        logits: float32 [rows, vocab], any strides; not changed.
+        logits: float32, float16 or uint16 (bits of bfloat16) [rows, vocab], any strides; not changed. Widened to
+            float32 before anything else.
         params: temperature, filters, seed, position and salt, one entry a row.
         usable_vocab: ids from here on are unknown to the tokenizer and never drawn; None means that all are known.
         stream: family of noise.
         processed: float32 [rows, vocab] to receive x after the filters, -inf where not kept; None if not wanted. May be
-            `logits` itself.
+            `logits` itself if that is float32.
 
     Returns:
         The tokens and what was noticed about each row.
@@ -46,7 +47,7 @@ def draw(
     tokens = np.empty(rows, np.int64)
     flags = np.zeros(rows, np.uint8)
     for r in range(rows):
-        x, flags[r] = clean(logits[r])
+        x, flags[r] = clean(widen(logits[r]))
         t = params.temperature[r]
         if t >= GREEDY_TEMPERATURE:
             x = scale(x, t)

@@ -1,0 +1,156 @@
+"""top-k in Numba: a lower bound from block maxima, a list of what reaches it, the exact cut within the list.
+
+The k-th largest block maximum is at most the k-th largest logit, since each of those k blocks holds a logit at least as
+large; so every id that top-k keeps reaches it.
+"""
+
+import math
+from typing import Any
+
+from vllm_gumbel.kernels.blocks_numba import BLOCK, blocks_in
+from vllm_gumbel.kernels.floats_numba import LARGEST_FINITE, MINUS_INFINITY, next_above, widen
+from vllm_gumbel.kernels.jit_numba import F32, F64, I32, U8, U64, jit, row_of, use_widest_vectors
+
+
+@jit
+def collect(logits: Any, stop: Any, largest: Any, bound: Any, temperature: Any, ids: Any, xs: Any, marks: Any) -> Any:
+    """Write the ids below `stop` whose logit is at least `bound`, ascending, with their tempered values.
+
+    Args:
+        logits: one row, no NaN.
+        stop: one past the last id.
+        largest: float32 [blocks].
+        bound: float32.
+        temperature: float32.
+        ids: int32 [stop], written.
+        xs: float32 [stop], written.
+        marks: uint8 [256], scratch.
+
+    Returns:
+        How many there are.
+    """
+    use_widest_vectors()
+    n = 0
+    groups = marks.view(U64)
+    for b in range(blocks_in(0, stop)):
+        if largest[b] < bound:
+            continue
+        first = b * BLOCK
+        last = min(first + BLOCK, stop)
+        block = logits[first:last]
+        for j in range(len(block)):
+            marks[j] = U8(widen(block[j]) >= bound)
+        for j in range(len(block), (len(block) + 7) & ~7):
+            marks[j] = U8(0)
+        for g in range((len(block) + 7) >> 3):
+            if groups[g] == U64(0):
+                continue
+            for j in range(8 * g, 8 * g + 8):
+                if marks[j] != 0:
+                    ids[n] = I32(first + j)
+                    xs[n] = F32(widen(block[j]) / temperature)
+                    n += 1
+    return n
+
+
+@jit
+def nth_largest(values: Any, n: Any) -> Any:
+    """Return the n-th largest, n from 1, of float32 values without NaN; reorders them (Hoare 1961, "Algorithm 65: Find")."""
+    low, high, place = 0, len(values) - 1, n - 1
+    while low < high:
+        a, b, c = values[low], values[(low + high) >> 1], values[high]
+        pivot = max(min(a, b), min(max(a, b), c))  # the median of three
+        i, j = low, high
+        while i <= j:
+            while values[i] > pivot:
+                i += 1
+            while values[j] < pivot:
+                j -= 1
+            if i <= j:
+                values[i], values[j] = values[j], values[i]
+                i += 1
+                j -= 1
+        if place <= j:
+            high = j
+        elif place >= i:
+            low = i
+        else:
+            break
+    return values[place]
+
+
+@jit
+def cut_of_top_k(ids: Any, xs: Any, k: Any, scratch: Any) -> Any:
+    """Return the cut (x, id) that leaves exactly k of more than k candidates: ties by lowest id.
+
+    Args:
+        ids: int32 [n], ascending.
+        xs: float32 [n].
+        k: how many to leave.
+        scratch: float32 [n].
+    """
+    n = len(ids)
+    for j in range(n):
+        scratch[j] = xs[j]
+    x = nth_largest(scratch[:n], k)
+    ties = k
+    for j in range(n):
+        ties -= xs[j] > x
+    for j in range(n):
+        if xs[j] == x:
+            ties -= 1
+            if ties == 0:
+                return x, ids[j] + 1
+    return x, ids[n - 1] + 1
+
+
+@jit(inline=True)
+def least_float(value: Any) -> Any:
+    """Return the smallest float32 that is at least a float64, and no less than the lowest finite one."""
+    if value <= -F64(LARGEST_FINITE):
+        return F32(-LARGEST_FINITE)
+    x = F32(value)
+    return next_above(x) if F64(x) < value else x
+
+
+@jit(inline=True)
+def bound_of_min_p(x_max: Any, min_p: Any) -> Any:
+    """Return the smallest float32 x that is at least x_max + ln(min_p), and whether every machine finds the same.
+
+    A logarithm may be off in its last place; that matters only if it moves the bound past a float32.
+    """
+    if min_p == F32(1):
+        return x_max, True
+    log = math.log(F64(min_p))
+    bound = F64(x_max) + log
+    slack = 2.0**-51 * (abs(log) + abs(bound))
+    low = least_float(bound - slack)
+    return low, low == least_float(bound + slack)
+
+
+@jit
+def write_kept(
+    logits: Any, r: Any, limit: Any, temperature: Any, noisy: Any, bound: Any, cut_x: Any, cut_id: Any, processed: Any
+) -> None:
+    """Write the tempered values of the kept ids to row `r` of `processed`, -inf elsewhere; nothing if it has no rows.
+
+    Args:
+        logits: one row, no NaN; may be the memory that is written.
+        r: index of the row in `processed`.
+        limit: number of ids that may be kept.
+        temperature: float32.
+        noisy: whether values are divided by the temperature.
+        bound: float32; smallest logit that is kept.
+        cut_x, cut_id: cut of the ranking, of divided values.
+        processed: float32 [rows, vocab] or [0, 0].
+    """
+    use_widest_vectors()
+    if processed.shape[0] == 0:
+        return
+    out = row_of(processed, r)
+    divisor = temperature if noisy else F32(1)
+    for i in range(len(out)):
+        logit = widen(logits[i])
+        x = F32(logit / divisor)
+        keep = i < limit and logit >= bound and (x > cut_x or (x == cut_x and i < cut_id))
+        out[i] = x if keep else MINUS_INFINITY
