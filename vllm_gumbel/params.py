@@ -24,7 +24,7 @@ class ParamsError(ValueError):
     """
 
     def __init__(self, key: str, rule: str, value: object) -> None:
-        super().__init__(f"{key} {rule}, got {_shorten(value)}")
+        super().__init__(f"{key} {rule}, got {shorten(value)}")
         self.key = key
         self.value = value
 
@@ -62,7 +62,7 @@ class GumbelParams(BaseModel):
         try:
             return cls(**given)
         except ValidationError as error:
-            key = str(error.errors()[0]["loc"][0])
+            key = str(error.errors(include_input=False, include_url=False, include_context=False)[0]["loc"][0])
             raise ParamsError(key, str(cls.model_fields[key].description), given[key]) from None
 
 
@@ -79,7 +79,10 @@ def check_seed(seed: int | None) -> None:
         raise ParamsError("seed", "must be an integer from -2^63 to 2^64 - 1", seed)
 
 
-def _shorten(value: object, limit: int = 80) -> str:
+def shorten(value: object, limit: int = 80) -> str:
     """Return `repr(value)`, cut to `limit` characters, since a client may send anything."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer too long for Python to print
+        return f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

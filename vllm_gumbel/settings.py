@@ -8,11 +8,24 @@ vLLM's configuration, and travel from there to every worker.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from vllm_gumbel.params import shorten
+
+
+def _no_boolean(value: object) -> object:
+    """Refuse True and False where an integer is meant; pydantic takes them for 1 and 0."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "Input should be a valid integer")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_no_boolean)]
 
 
 class SettingsError(ValueError):
@@ -30,7 +43,7 @@ class SamplerSettings(BaseSettings):
     backend: Literal["auto", "numba", "reference"] = Field(
         "auto", description="Which implementation draws; `auto` takes the best one that loads and logs why."
     )
-    threads: int | None = Field(
+    threads: Integer | None = Field(
         None,
         ge=1,
         description="How many threads draw a batch; as many as vLLM gave the worker for torch if unset. More than that "
@@ -41,7 +54,7 @@ class SamplerSettings(BaseSettings):
         description="What a row without any finite logit yields: `stop` emits the request's end-of-sequence token, "
         "so that it ends now; `lowest` emits id 0, for tests. Counted either way.",
     )
-    salt: int = Field(
+    salt: Integer = Field(
         0,
         ge=-(2**63),
         lt=2**64,
@@ -65,11 +78,20 @@ def parse(given: Mapping[str, Any] | None) -> SamplerSettings:
     Raises:
         SettingsError: an unknown key, a wrong type or a value out of range.
     """
+    known = {key: value for key, value in (given or {}).items() if key in SamplerSettings.model_fields}
+    unknown = [key for key in given or {} if key not in known]
+    problems = []
+    settings = None
     try:
-        return SamplerSettings(**dict(given or {}))
+        settings = SamplerSettings(**known)
     except ValidationError as error:
-        problems = "; ".join(_describe(item) for item in error.errors())
-        raise SettingsError(f"sampler config: {problems}") from None
+        problems += [_describe(item) for item in error.errors()]
+    if unknown:
+        names = ", ".join(shorten(key) for key in unknown)
+        problems.append(f"unknown key {names}; known: {', '.join(SamplerSettings.model_fields)}")
+    if settings is None or problems:
+        raise SettingsError(f"sampler config: {'; '.join(problems)}")
+    return settings
 
 
 def load(text: str) -> dict[str, Any]:
@@ -81,7 +103,10 @@ def load(text: str) -> dict[str, Any]:
     source = "sampler config"
     stripped = text.strip()
     if not stripped.startswith("{"):
-        path = Path(stripped).expanduser()
+        try:
+            path = Path(stripped).expanduser()
+        except RuntimeError as error:
+            raise SettingsError(f"sampler config file {text!r} cannot be read: {error}") from None
         source = f"sampler config file {path}"
         if path.suffix not in {".json", ".yaml", ".yml"}:
             raise SettingsError(
@@ -91,6 +116,8 @@ def load(text: str) -> dict[str, Any]:
             stripped = path.read_text()
         except OSError as error:
             raise SettingsError(f"{source} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise SettingsError(f"{source} is no text: {error}") from None
     try:
         value = yaml.safe_load(stripped) if source.endswith((".yaml", ".yml")) else json.loads(stripped)
     except (json.JSONDecodeError, yaml.YAMLError) as error:
@@ -103,6 +130,4 @@ def load(text: str) -> dict[str, Any]:
 def _describe(item: Mapping[str, Any]) -> str:
     """Return one pydantic problem as "field: rule, got value"."""
     name = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        return f"unknown key {name!r}; known: {', '.join(SamplerSettings.model_fields)}"
-    return f"{name}: {item['msg']}, got {item['input']!r}"
+    return f"{name}: {item['msg']}, got {shorten(item['input'])}"

@@ -109,7 +109,17 @@ def merge_flags(args: argparse.Namespace) -> None:
     Raises:
         SamplerError, SettingsError: a flag contradicts `--additional-config`.
     """
-    additional = dict(getattr(args, "additional_config", None) or {})
+    given = getattr(args, "additional_config", None)
+    if not isinstance(given, Mapping | None):  # vLLM allows an object with a hash of its own
+        flags = [
+            flag
+            for key, flag in ((SAMPLER, "--sampler"), (SAMPLER_CONFIG, "--sampler-config"))
+            if getattr(args, key, None)
+        ]
+        if flags:
+            raise registry.SamplerError(f"{flags[0]} needs --additional-config to be an object, got {given!r}")
+        return
+    additional = dict(given or {})
     for key, flag, error in (
         (SAMPLER, "--sampler", registry.SamplerError),
         (SAMPLER_CONFIG, "--sampler-config", SettingsError),

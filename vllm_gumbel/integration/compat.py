@@ -47,6 +47,12 @@ def require_supported_version(found: str | None = None) -> None:
 
 def require_supported_features(config: "VllmConfig") -> None:
     """Raise `UnsupportedError` if the server is asked for something that the sampler does not do yet."""
+    # First, since watermarking brings runner V2 with it, whatever the variable says.
+    if getattr(config, "watermark_config", None) is not None:
+        raise UnsupportedError(
+            "sampler 'gumbel' does not compose with watermarking: remove the watermark configuration, "
+            "or start without --sampler"
+        )
     if config.use_v2_model_runner:
         raise UnsupportedError(
             "sampler 'gumbel' runs on vLLM's model runner V1 only, and this server would use V2: "
@@ -64,8 +70,3 @@ def require_supported_features(config: "VllmConfig") -> None:
         for what, present in refused.items():
             if present:
                 raise UnsupportedError(f"sampler 'gumbel' does not verify draft tokens together with {what}")
-    if getattr(config, "watermark_config", None) is not None:
-        raise UnsupportedError(
-            "sampler 'gumbel' does not compose with watermarking: remove the watermark configuration, "
-            "or start without --sampler"
-        )

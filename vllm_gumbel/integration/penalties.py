@@ -2,7 +2,7 @@
 
 vLLM rebuilds a padded matrix of all output tokens at every step and touches every logit of every row. A penalty only
 concerns the tokens that a request has seen, so here each request keeps those with their counts, and a step costs the
-tokens that are new and one pass over the seen ones. Same arithmetic in float32, in the same order: repetition
+tokens that are new and one pass over the seen ones. Same arithmetic in float32, to the last bit: repetition
 (Keskar et al. 2019, "CTRL", section 4.1), then frequency, then presence.
 """
 
@@ -68,7 +68,7 @@ class PenaltyCounts:
         ids, counts = self._ids[: len(self._slots)], self._counts[: len(self._slots)]
         x = row[ids]
         if self._repetition != 1:
-            x = np.where(x > 0, x / self._repetition, x * self._repetition)
+            x *= np.where(x > 0, np.float32(1) / self._repetition, self._repetition)  # rounded as vLLM rounds it
         x -= self._frequency * counts
         x -= self._presence * (counts > 0)
         row[ids] = x

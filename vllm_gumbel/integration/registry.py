@@ -106,7 +106,7 @@ def _load(target: str) -> object:
         found: object = import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # importing runs somebody else's code
         raise SamplerError(f"sampler {target!r} cannot be imported: {error}") from error
     return found
 

@@ -204,7 +204,7 @@ class GumbelSampler(Sampler):
         params = rows.params() if rows else detached_params(sampling_metadata, count, self.seeds, vocab)
         tempered = self._apply_foreign_processors(logits, params.temperature, sampling_metadata)
         if tempered is not None:
-            logits, params = tempered, _with_temperature_applied(params)
+            logits, params = tempered, _with_temperature_and_min_p_applied(params)
         drawn = self.draw_rows(logits, params, processed=wanted and mode in ("processed_logits", "processed_logprobs"))
         if rows:
             self.count(drawn.draw.flags)
@@ -265,19 +265,28 @@ class GumbelSampler(Sampler):
             logprobs[bad] = row.log_softmax(dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         return logprobs
 
+    @staticmethod
+    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        """Return ids, logprobs and ranks of `token_ids` [rows] and of the best, none of them a NaN; see the parent."""
+        gathered = Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
+        if gathered.logprobs[:, 1:2].isnan().any():  # where there is one, topk takes it for the largest
+            cleaned = logprobs.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+            gathered = Sampler.gather_logprobs(cleaned, num_logprobs, token_ids)
+        return gathered
+
     def _apply_foreign_processors(
         self, logits: torch.Tensor, temperature: np.ndarray, metadata: SamplingMetadata
     ) -> torch.Tensor | None:
-        """Return tempered logits after other packages' argmax-invariant processors; None if there are none.
+        """Return tempered logits after all argmax-invariant processors; None if vLLM's own min_p is the only one.
 
-        vLLM's own min_p is one of that kind too, and the draw does it; the others expect tempered logits.
+        The draw does min_p, but another package's processor acts after it and may depend on it.
         """
-        foreign = [p for p in metadata.logitsprocs.argmax_invariant if not isinstance(p, MinPLogitsProcessor)]
-        if not foreign:
+        processors = metadata.logitsprocs.argmax_invariant
+        if all(isinstance(processor, MinPLogitsProcessor) for processor in processors):
             return None
         divisor = torch.from_numpy(np.where(temperature < GREEDY_TEMPERATURE, np.float32(1), temperature))
         tempered = logits.float() / divisor.to(logits.device).unsqueeze(1)
-        for processor in foreign:
+        for processor in processors:
             tempered = processor.apply(tempered)
         greedy = torch.from_numpy(temperature < GREEDY_TEMPERATURE).to(logits.device)
         return torch.where(greedy.unsqueeze(1), logits, tempered)
@@ -310,7 +319,8 @@ def _is_idle(processor: Any) -> bool:
     return isinstance(processor, LogitBiasLogitsProcessor) and not processor.biases
 
 
-def _with_temperature_applied(params: RowParams) -> RowParams:
-    """Return `params` for logits that are tempered already: 1 for every row that is not greedy."""
+def _with_temperature_and_min_p_applied(params: RowParams) -> RowParams:
+    """Return `params` for logits that are tempered already: temperature 1 for every row that is not greedy."""
     greedy = params.temperature < GREEDY_TEMPERATURE
-    return replace(params, temperature=np.where(greedy, np.float32(0), np.float32(1)))
+    temperature = np.where(greedy, np.float32(0), np.float32(1))
+    return replace(params, temperature=temperature, min_p=np.zeros_like(params.min_p))

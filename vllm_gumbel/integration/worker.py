@@ -67,7 +67,7 @@ def recorder(config: "VllmConfig", backend: str) -> Recorder | None:
             },
         )
     except Exception as error:
-        logger.warning("vllm-gumbel: nothing will be counted, tokens are drawn all the same: %r", error)
+        logger.warning("vllm-gumbel: nothing will be counted, tokens are drawn all the same: %s", error)
         return None
 
 

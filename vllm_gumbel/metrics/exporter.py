@@ -90,9 +90,9 @@ class FolderCollector:
         """Return the metrics of all workers; nothing, logged once, when the folder cannot be read."""
         try:
             return list(MultiProcessCollector(None, path=str(self._folder)).collect())
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a file cut short fails in many ways, and the scrape has other metrics to show
             if not self._failed:
-                logger.warning("vllm-gumbel metrics cannot be read from %s: %s", self._folder, error)
+                logger.warning("vllm-gumbel metrics cannot be read from %s: %r", self._folder, error)
             self._failed = True
             return []
 
