@@ -1,0 +1,194 @@
+"""Server-wide settings: where they come from, which wins, and what a refusal says."""
+
+import json
+
+import pytest
+
+from vllm_gumbel import SamplerSettings
+from vllm_gumbel.settings import SettingsError, load, parse
+
+FIELDS = list(SamplerSettings.model_fields)
+
+#: Per field: its default, a value in the environment with what it means, and one given.
+SOURCES = {
+    "backend": ("auto", ("reference", "reference"), "auto"),
+    "threads": (None, ("3", 3), 2),
+    "on_bad_row": ("stop", ("lowest", "lowest"), "stop"),
+    "salt": (0, ("-5", -5), 2**64 - 1),
+    "metrics": (True, ("false", False), True),
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in FIELDS:
+        monkeypatch.delenv(f"GUMBEL_{name.upper()}", raising=False)
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_defaults_hold_when_nothing_is_set(given):
+    assert parse(given).model_dump() == {name: default for name, (default, _, _) in SOURCES.items()}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_given_wins_over_environment_and_environment_over_default(field, monkeypatch):
+    default, (text, meant), given = SOURCES[field]
+    monkeypatch.setenv(f"GUMBEL_{field.upper()}", text)
+    expected = {name: each[0] for name, each in SOURCES.items()}
+    assert parse(None).model_dump() == expected | {field: meant}
+    assert parse({field: given}).model_dump() == expected | {field: given}
+    assert meant != default
+
+
+def test_other_variables_of_the_prefix_are_ignored(monkeypatch):
+    monkeypatch.setenv("GUMBEL_SAMPLER", "gumbel")
+    monkeypatch.setenv("GUMBEL_OF_SOMEBODY_ELSE", "1")
+    assert parse({"salt": 3}).salt == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sale": 1}, f"unknown key 'sale'; known: {', '.join(FIELDS)}"),
+        ({"backend": "fortran"}, "backend: Input should be 'auto'"),
+        ({"backend": None}, "backend: Input should be 'auto'"),
+        ({"threads": 0}, "threads: Input should be greater than or equal to 1, got 0"),
+        ({"threads": "all"}, "threads: Input should be a valid integer"),
+        ({"threads": True}, "threads: Input should be a valid integer, got True"),
+        ({"on_bad_row": 1}, "on_bad_row: Input should be 'stop' or 'lowest', got 1"),
+        ({"salt": "x"}, "salt: Input should be a valid integer, unable to parse string as an integer, got 'x'"),
+        ({"salt": [1]}, "salt: Input should be a valid integer, got [1]"),
+        ({"salt": None}, "salt: Input should be a valid integer, got None"),
+        ({"salt": 1.5}, "salt: Input should be a valid integer, got a number with a fractional part, got 1.5"),
+        ({"salt": float("nan")}, "salt: Input should be a finite number, got nan"),
+        ({"salt": float("inf")}, "salt: Input should be a finite number, got inf"),
+        ({"salt": 2**64}, "salt: Input should be less than 18446744073709551616, got 18446744073709551616"),
+        ({"salt": -(2**63) - 1}, "salt: Input should be greater than or equal to -9223372036854775808, got -9223"),
+        ({"salt": True}, "salt: Input should be a valid integer, got True"),
+        ({"_env_prefix": "MY_"}, "unknown key '_env_prefix'; known: "),
+        ({1: 2}, "unknown key 1; known: "),
+        ({True: "x"}, "unknown key True; known: "),  # what YAML makes of `on: x`
+        ({"metrics": "perhaps"}, "metrics: Input should be a valid boolean, unable to interpret input, got 'perhaps'"),
+    ],
+)
+def test_refusal_names_field_rule_and_value(given, said):
+    with pytest.raises(SettingsError) as refused:
+        parse(given)
+    assert str(refused.value).startswith(f"sampler config: {said}")
+    ((key, value),) = given.items()
+    assert str(refused.value).endswith(f"got {value!r}" if key in FIELDS else f"; known: {', '.join(FIELDS)}")
+
+
+def test_long_value_is_shortened():
+    with pytest.raises(SettingsError) as refused:
+        parse({"salt": "x" * 10_000})
+    assert len(str(refused.value)) < 250
+
+
+def test_refusal_names_every_problem_at_once():
+    with pytest.raises(SettingsError, match=r"^sampler config: salt: .*; unknown key 'sale'; known: "):
+        parse({"salt": "x", "sale": 1})
+
+
+def test_bad_environment_is_refused_by_field(monkeypatch):
+    monkeypatch.setenv("GUMBEL_SALT", "much")
+    with pytest.raises(SettingsError, match=r"salt: Input should be a valid integer.*got 'much'"):
+        parse(None)
+
+
+@pytest.mark.parametrize("salt", [-(2**63), -1, 2**64 - 1])
+def test_salt_is_accepted_to_both_ends_of_its_range(salt):
+    assert parse({"salt": salt}).salt == salt
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        parse(None).salt = 1
+
+
+@pytest.mark.parametrize("text", ['{"salt": 4, "metrics": false}', '  \n{"salt": 4,\n "metrics": false}\n'])
+def test_json_text_is_its_object(text):
+    assert load(text) == {"salt": 4, "metrics": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", '{"salt": 4, "metrics": false}'),
+        ("a b.yaml", "salt: 4\nmetrics: no\n"),
+        ("a.yml", "{salt: 4, metrics: no}"),
+    ],
+)
+def test_file_is_read_by_its_suffix(name, content, tmp_path, monkeypatch):
+    (tmp_path / name).write_text(content)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (tmp_path / name, f"~/{name}", f" {tmp_path / name}\n"):
+        assert load(str(path)) == {"salt": 4, "metrics": False}
+
+
+@pytest.mark.parametrize("text", ["", "gumbel", "[1]", "4", '"salt"', "settings.toml", "settings", "salt=4"])
+def test_text_that_is_neither_object_nor_file_is_refused(text):
+    with pytest.raises(SettingsError) as refused:
+        load(text)
+    rule = "sampler config must be a JSON object or the path of a .json or .yaml file"
+    assert str(refused.value) == f"{rule}, got {text!r}"
+
+
+@pytest.mark.parametrize("name", ["absent.json", "absent.yaml", "folder.yml"])
+def test_unreadable_file_is_refused_by_its_path(name, tmp_path):
+    (tmp_path / "folder.yml").mkdir()
+    reason = "Is a directory" if name == "folder.yml" else "No such file or directory"
+    with pytest.raises(SettingsError) as refused:
+        load(str(tmp_path / name))
+    assert str(refused.value) == f"sampler config file {tmp_path / name} cannot be read: {reason}"
+
+
+def test_file_that_is_no_text_is_refused_by_its_path(tmp_path):
+    (tmp_path / "a.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(SettingsError) as refused:
+        load(str(tmp_path / "a.json"))
+    assert str(refused.value).startswith(f"sampler config file {tmp_path / 'a.json'} ")
+
+
+def test_home_of_nobody_is_refused():
+    with pytest.raises(SettingsError, match="~no-such-user"):
+        load("~no-such-user/a.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.json", '{"salt": 4'), ("a.json", "salt: 4"), ("a.json", ""), ("a.yaml", "salt: [4"), ("a.yml", "a: b: c")],
+)
+def test_malformed_file_is_refused_by_its_path(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SettingsError) as refused:
+        load(str(tmp_path / name))
+    assert str(refused.value).startswith(f"sampler config file {tmp_path / name} is malformed: ")
+
+
+@pytest.mark.parametrize("text", ['{"salt": 4', "{salt: 4}", '{"salt": 4} {}', "{"])
+def test_malformed_text_is_refused_with_the_place(text):
+    with pytest.raises(SettingsError, match=r"^sampler config is malformed: .*line 1 column"):
+        load(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [("a.json", "[1]", "list"), ("a.json", "3", "int"), ("a.yaml", "- salt", "list"), ("a.yaml", "", "NoneType")],
+)
+def test_file_without_an_object_is_refused(name, content, kind, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SettingsError) as refused:
+        load(str(tmp_path / name))
+    assert str(refused.value) == f"sampler config file {tmp_path / name} must be an object of settings, got {kind}"
+
+
+def test_table_covers_every_field_with_variable_default_and_description(monkeypatch):
+    rows = SamplerSettings.table()
+    assert [row[0] for row in rows] == FIELDS == list(SOURCES)
+    for field, variable, default, description in rows:
+        expected, (text, meant), _ = SOURCES[field]
+        assert default == ("unset" if expected is None else json.dumps(expected))
+        assert len(description) > 20
+        monkeypatch.setenv(variable, text)
+        assert parse(None).model_dump()[field] == meant, "the variable that the table names is the one that is read"
