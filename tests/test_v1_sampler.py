@@ -223,7 +223,12 @@ def test_filters_without_ties_keep_stocks_ids():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logprobs_are_stocks_in_every_mode(mode, dtype):
-    """Values, ids of the best, all of them, chosen ids; rank and logprob of the token that was drawn."""
+    """Values, ids of the best, all of them, chosen ids; rank and logprob of the token that was drawn.
+
+    Within 1e-5 for raw logprobs, whose sum is taken in float64; to the last bit otherwise. Among equal logits of
+    bfloat16 which are listed first is arbitrary in stock.
+    """
+    tolerance = 1e-5 if mode == "raw_logprobs" else 0
     params = [{**each, "output": [5, 6]} for each in mixed(14)]
     params[3] = {**params[3], "presence_penalty": 1.0}
     logits, batch = random_logits(14, dtype=dtype), batch_of(params)
@@ -238,12 +243,14 @@ def test_logprobs_are_stocks_in_every_mode(mode, dtype):
         output = ours(logits.clone(), metadata)
         mine, theirs = output.logprobs_tensors, stock(logits.clone(), metadata).logprobs_tensors
         assert tokens_of(output) == tokens, "logprobs change no token"
-        assert torch.equal(mine.logprobs[:, 1:], theirs.logprobs[:, 1:])
-        finite = mine.logprobs[:, 1:] > -torch.inf  # which of the ids without mass are listed is arbitrary
-        assert torch.equal(mine.logprob_token_ids[:, 1:][finite], theirs.logprob_token_ids[:, 1:][finite])
+        assert torch.allclose(mine.logprobs[:, 1:], theirs.logprobs[:, 1:], rtol=0, atol=tolerance)
+        listed = every.gather(1, mine.logprob_token_ids.long())
+        finite = mine.logprobs > -torch.inf  # which of the ids without mass are listed is arbitrary
+        assert torch.allclose(mine.logprobs[finite], listed[finite], rtol=0, atol=tolerance)
         assert torch.equal(mine.logprob_token_ids[:, :1], token_column.int())
-        assert torch.equal(mine.logprobs[:, :1], own)
-        assert torch.equal(mine.selected_token_ranks, (every >= own).sum(-1))
+        assert torch.allclose(mine.logprobs[:, :1], own, rtol=0, atol=tolerance)
+        assert (mine.selected_token_ranks <= (every >= own - tolerance).sum(-1)).all()
+        assert (mine.selected_token_ranks >= (every >= own + tolerance).sum(-1)).all()
         assert mine.logprobs.shape[1] == 1 + changed.get("max_num_logprobs", 3)
 
 

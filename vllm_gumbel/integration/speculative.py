@@ -88,8 +88,10 @@ class Verifier(RejectionSampler):
 
     def _logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
         """Return the logprobs of the output's places in order, as vLLM's runner filters them."""
-        values = logits.float() if self.is_logits_logprobs_mode else self.sampler.compute_logprobs(logits)
-        return self.sampler.finite(self.sampler.gather_logprobs(values, wanted, tokens.clamp(min=0).to(values.device)))
+        tokens = tokens.clamp(min=0).to(logits.device)
+        if not self.is_logits_logprobs_mode:
+            return self.sampler.raw_logprobs(logits, tokens, wanted)
+        return self.sampler.finite(self.sampler.gather_logprobs(logits.float(), wanted, tokens))
 
     def _detached(self, metadata: SamplingMetadata, requests: int, vocab: int) -> RowParams:
         return detached_params(metadata, requests, self.sampler.seeds, vocab)

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.gumbel")
 
+#: More logprobs than this are left to vLLM, which sorts the whole row for them.
+MOST_GATHERED = 1024
+
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -164,7 +167,7 @@ class GumbelSampler(Sampler):
         tokens, _ = self.sample(logits, sampling_metadata)
         logprobs = None
         if wanted is not None:
-            logprobs = self.finite(self.gather_logprobs(self.compute_logprobs(raw), wanted, token_ids=tokens))
+            logprobs = self.raw_logprobs(raw, tokens, wanted)
         return SamplerOutput(sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=logprobs)
 
     @staticmethod
@@ -215,8 +218,7 @@ class GumbelSampler(Sampler):
 
     def draw_rows(self, logits: torch.Tensor, params: RowParams, *, processed: bool) -> "Drawn":
         """Draw one token per row of `logits` [rows, vocab]; with `processed`, also return them after the filters."""
-        values = logits.cpu()  # the same memory for logits on a CPU
-        values = values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
+        values = as_numpy(logits)
         out = np.empty(values.shape, np.float32) if processed else None
         draw = self.backend.draw(values, params, usable_vocab=self._usable_vocab, processed=out)
         return Drawn(draw, None if out is None else torch.from_numpy(out).to(logits.device))
@@ -242,6 +244,14 @@ class GumbelSampler(Sampler):
         for row in np.flatnonzero(draw.flags & Flag.NO_CANDIDATE):
             draw.tokens[row] = self._token_of_bad_row(rows, int(row if request is None else request[row]))
         return draw.tokens
+
+    def raw_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
+        """Return logprobs of `tokens` int64 [rows] and the `wanted` best, from logits [rows, vocab] as they came."""
+        if logits.device.type == "cpu" and wanted <= MOST_GATHERED:
+            found = self.backend.gather_logprobs(as_numpy(logits), tokens.numpy(), wanted)
+            if found is not None:
+                return LogprobsTensors(*(torch.from_numpy(each) for each in found))
+        return self.finite(self.gather_logprobs(self.compute_logprobs(logits), wanted, tokens))
 
     @staticmethod
     def finite(logprobs: LogprobsTensors) -> LogprobsTensors:
@@ -298,6 +308,12 @@ class GumbelSampler(Sampler):
         stop = rows.stop_token[row]
         stop = self._default_stop if stop is None else stop
         return 0 if stop is None else stop
+
+
+def as_numpy(logits: torch.Tensor) -> np.ndarray:
+    """Return logits as the kernels take them: bfloat16 as its bits in uint16; the same memory for logits on a CPU."""
+    values = logits.cpu()
+    return values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
 
 
 def changes_logits(metadata: SamplingMetadata) -> bool:

@@ -1,4 +1,4 @@
-"""What is kept of a row for every block of 256 ids: its largest logit and its smallest noise word; and what they rule out.
+"""What is kept of every block of 256 ids, its largest logit and its smallest noise word, and what they rule out.
 
 A token i can only beat the best score s so far if E_i < exp(x_i - s), and E = -ln(1 - v) >= v >= h16 * 2^-16. So one
 with h16 >= 65536 * exp(x - s) is passed over without a logarithm, and a block is when its smallest h16 is at least that
@@ -8,13 +8,13 @@ An upper bound of that exponential is read off an integer. With y = 16 + (x - s)
 
     65536 exp(x - s) = 2^y = 2^n 2^f <= 2^n (1 + f)        2^f is convex and equals 1 + f at 0 and at 1
 
-and 2^n (1 + f) is the float32 whose bits, as an integer, are 2^23 (y + 127): exponent n, fraction f. What is computed is
+and 2^n (1 + f) is the float32 whose bits, as an integer, are 2^23 (y + 127): exponent n, fraction f. Computed is
 
     Y = float32(logit * c) + k,   c = 2^23 / (T ln 2),   k = 2^23 (16 + 127 + margin - s / ln 2)
 
-Proof that Y >= 2^23 (y + 127) wherever it matters, which is y > 0 (else 2^y <= 1, and only h16 = 0 lies below). Rounding
-c, the product and k, and using logit / T for the rounded quotient x, errs by at most 2^-24 each, relative to |x| / ln 2
-(three times) and to |s| / ln 2 + 144; rounding the sum errs by at most 2^-24 (y + 144). In units of y:
+Proof that Y >= 2^23 (y + 127) wherever it matters, which is y > 0 (else 2^y <= 1, and only h16 = 0 lies below).
+Rounding c, the product and k, and using logit / T for the rounded quotient x, errs by at most 2^-24 each, relative to
+|x| / ln 2 (three times) and to |s| / ln 2 + 144; rounding the sum errs by at most 2^-24 (y + 144). In units of y:
 
     error <= 2^-24 (1.4427 (3 |x| + |s|) + 144 + y + 144)
 
@@ -57,14 +57,14 @@ def block_keys(block: Any) -> Any:
 
 
 @jit(inline=True)
-def block_word(start: Any, stop: Any, k0: Any, k1: Any) -> Any:
-    """Return the smallest h16 among the pairs that hold ids `start` to `stop` - 1: of those ids and at most two more."""
+def block_word(start: Any, stop: Any, keys: Any) -> Any:
+    """Return the smallest h16 of the pairs that hold ids `start` to `stop` - 1: those ids and at most two more."""
     use_widest_vectors()
     first = I64(start) >> I64(1)
-    x = first_pair(k0, first)
+    x = first_pair(keys.k0, first)
     upper, lower = U32(0xFFFFFFFF), U32(0xFFFFFFFF)
     for _ in range(((I64(stop) + I64(1)) >> I64(1)) - first):
-        word = word_of_pair(x, k1)
+        word = word_of_pair(x, keys.k1)
         upper = min(upper, word)
         lower = min(lower, U32(word << U32(16)))
         x = U32(x + U32(PAIR))
@@ -72,9 +72,7 @@ def block_word(start: Any, stop: Any, k0: Any, k1: Any) -> Any:
 
 
 @jit
-def summarise_blocks(
-    logits: Any, start: Any, stop: Any, largest: Any, with_words: Any, words: Any, k0: Any, k1: Any
-) -> Any:
+def summarise_blocks(logits: Any, start: Any, stop: Any, largest: Any, with_words: Any, words: Any, keys: Any) -> Any:
     """Write the largest logit of every block of ids `start` to `stop` - 1, and the smallest h16 if asked for.
 
     In one loop, since the noise is arithmetic that fits into the time it takes to read the logits.
@@ -86,7 +84,7 @@ def summarise_blocks(
         largest: float32 [blocks], written.
         with_words: whether `words` is wanted.
         words: uint16 [blocks], written.
-        k0, k1: key words of the row.
+        keys: key words of the row.
 
     Returns:
         Whether the ids hold a NaN, and whether one of them is +inf; the maxima mean nothing if there is a NaN.
@@ -99,20 +97,20 @@ def summarise_blocks(
         last = min(first + BLOCK, stop)
         up, down = block_keys(logits[first:last])
         if with_words:
-            words[b] = block_word(first, last, k0, k1)
+            words[b] = block_word(first, last, keys)
         largest[b] = widen_key(up, logits[0])
         highest, lowest = max(highest, I64(up)), min(lowest, I64(down))
     return highest > infinity or lowest < ~infinity, highest == infinity
 
 
 @jit
-def words_of_blocks(start: Any, stop: Any, largest: Any, bound: Any, words: Any, k0: Any, k1: Any) -> None:
+def words_of_blocks(start: Any, stop: Any, largest: Any, bound: Any, words: Any, keys: Any) -> None:
     """Write the smallest h16 of those blocks whose largest logit is at least `bound`."""
     use_widest_vectors()
     for b in range(blocks_in(start, stop)):
         if largest[b] >= bound:
             first = start + b * BLOCK
-            words[b] = block_word(first, min(first + BLOCK, stop), k0, k1)
+            words[b] = block_word(first, min(first + BLOCK, stop), keys)
 
 
 @jit(inline=True)
@@ -143,31 +141,33 @@ def may_win(logit: Any, word: Any, slope: Any, offset: Any) -> Any:
 
 
 @jit(inline=True)
-def mark_possible(logits: Any, words: Any, slope: Any, offset: Any, marks: Any) -> None:
+def mark_possible(logits: Any, words: Any, bound: Any, slope: Any, offset: Any, marks: Any) -> None:
     """Write for every entry of `logits` (tokens or block maxima) whether it may still win, as 0 or 1.
 
     Args:
         logits: [n].
         words: uint16 [n], h16.
-        slope, offset: of the bound.
+        bound: float32; smallest logit that takes part.
+        slope, offset: of the bound on scores.
         marks: uint8 [n rounded up to 8], written; the entries past n become 0.
     """
     use_widest_vectors()
     n = len(logits)
     for j in range(n):
-        marks[j] = U8(may_win(widen(logits[j]), words[j], slope, offset))
+        logit = widen(logits[j])
+        marks[j] = U8(logit >= bound) & U8(may_win(logit, words[j], slope, offset))
     for j in range(n, (n + 7) & ~7):
         marks[j] = U8(0)
 
 
 @jit(inline=True)
-def write_words(start: Any, stop: Any, k0: Any, k1: Any, pairs: Any) -> None:
+def write_words(start: Any, stop: Any, keys: Any, pairs: Any) -> None:
     """Write the words of the pairs that hold ids `start` to `stop` - 1, uint32 [at most 129]."""
     use_widest_vectors()
     first = I64(start) >> I64(1)
-    x = first_pair(k0, first)
+    x = first_pair(keys.k0, first)
     for j in range(((I64(stop) + I64(1)) >> I64(1)) - first):
-        pairs[j] = word_of_pair(x, k1)
+        pairs[j] = word_of_pair(x, keys.k1)
         x = U32(x + U32(PAIR))
 
 
@@ -182,14 +182,21 @@ def largest_of(largest: Any) -> Any:
 
 
 @jit
-def first_at_least(logits: Any, stop: Any, largest: Any, bound: Any) -> Any:
-    """Return the first id below `stop` whose logit is at least `bound`, -1 if there is none."""
-    for b in range(blocks_in(0, stop)):
-        if largest[b] >= bound:
-            for i in range(b * BLOCK, min(b * BLOCK + BLOCK, stop)):
-                if widen(logits[i]) >= bound:
-                    return I64(i)
+def first_at_least(logits: Any, start: Any, stop: Any, bound: Any) -> Any:
+    """Return the first of ids `start` to `stop` - 1 whose logit is at least `bound`, -1 if there is none."""
+    for i in range(start, stop):
+        if widen(logits[i]) >= bound:
+            return I64(i)
     return I64(-1)
+
+
+@jit
+def first_block_at_least(largest: Any, bound: Any) -> Any:
+    """Return the first block whose largest logit is at least `bound`, 0 if there is none."""
+    for b in range(len(largest)):
+        if largest[b] >= bound:
+            return I64(b)
+    return I64(0)
 
 
 @jit

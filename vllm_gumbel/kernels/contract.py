@@ -128,10 +128,7 @@ def check(logits: Logits, params: RowParams, usable_vocab: int | None) -> int:
         TypeError: a dtype differs from the contract.
         ValueError: a shape differs, or `usable_vocab` is below 1.
     """
-    if logits.ndim != 2:
-        raise ValueError(f"logits must be [rows, vocab], got shape {logits.shape}")
-    if logits.dtype not in _LOGITS:
-        raise TypeError(f"logits must be uint16 (bits of bfloat16), float16 or float32, got {logits.dtype}")
+    check_logits(logits)
     rows, vocab = shape = logits.shape
     expected = shape[:1]
     for name, dtype in _DTYPES.items():
@@ -145,6 +142,14 @@ def check(logits: Logits, params: RowParams, usable_vocab: int | None) -> int:
     if usable_vocab < 1:
         raise ValueError(f"usable_vocab must be at least 1, got {usable_vocab}")
     return min(usable_vocab, vocab)
+
+
+def check_logits(logits: Logits) -> None:
+    """Raise `TypeError` for logits of another dtype than the contract's, `ValueError` if they are no matrix."""
+    if logits.ndim != 2:
+        raise ValueError(f"logits must be [rows, vocab], got shape {logits.shape}")
+    if logits.dtype not in _LOGITS:
+        raise TypeError(f"logits must be uint16 (bits of bfloat16), float16 or float32, got {logits.dtype}")
 
 
 def widen(logits: Logits) -> npt.NDArray[np.float32]:

@@ -54,11 +54,27 @@ class Backend:
             threads: how many threads draw a batch.
             on_progress: called with lines that say what is done.
         """
-        module = importlib.import_module(BACKENDS[self.name])
-        if hasattr(module, "warm_up"):
-            module.set_threads(threads)
-            for dtype in dtypes:
-                module.warm_up(vocab, dtype, on_progress)
+        if self.name != "numba":
+            return
+        from vllm_gumbel.kernels import launch_numba, logprobs_numba, sample_numba
+
+        launch_numba.set_threads(threads)
+        for dtype in dtypes:
+            sample_numba.warm_up(vocab, dtype, on_progress)
+            logprobs_numba.warm_up(vocab, dtype, on_progress)
+
+    def gather_logprobs(
+        self, logits: Logits, tokens: npt.NDArray[np.int64], top_n: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int64]] | None:
+        """Return ids, logprobs and ranks of the drawn tokens and the `top_n` best, as `logprobs_numba.gather` does.
+
+        None if this backend leaves that to vLLM.
+        """
+        if self.name != "numba":
+            return None
+        from vllm_gumbel.kernels import logprobs_numba
+
+        return logprobs_numba.gather(logits, tokens, top_n)
 
 
 def choose(forced: str = "auto") -> Backend:

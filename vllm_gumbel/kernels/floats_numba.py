@@ -1,7 +1,7 @@
 """Logits as the kernels read them: three dtypes, their order as integers, and what a division does to that order.
 
-A logit is a float32, a uint16 that holds the bits of a bfloat16, or an int16 that holds those of a float16 (Numba has no
-arithmetic for either, and knows the two apart by the integer's sign).
+A logit is a float32, a uint16 that holds the bits of a bfloat16, or an int16 that holds those of a float16: Numba has
+no arithmetic for either, and knows the two apart by the integer's sign.
 
 Order keys: reading a float's bits as a signed integer orders positive floats; flipping the other bits of the negative
 ones orders them too, NaN beyond the infinities of their sign. The largest and the smallest key of a row therefore say
@@ -18,7 +18,7 @@ from typing import Any
 from numba import types
 from numba.extending import overload
 
-from vllm_gumbel.kernels.jit_numba import F32, I16, I32, U16, U32, jit
+from vllm_gumbel.kernels.jit_numba import F32, I16, I32, I64, U16, U32, jit
 
 KEY_INFINITY = I32(0x7F800000)
 MINUS_INFINITY, PLUS_INFINITY = F32("-inf"), F32("inf")
@@ -146,16 +146,16 @@ def next_above(x: Any) -> Any:
 
 @jit
 def least_logit(bound: Any, temperature: Any) -> Any:
-    """Return the smallest float32 that, divided by `temperature` and rounded, is at least `bound`; +inf if none finite is.
+    """Return the smallest float32 whose rounded quotient by `temperature` is at least `bound`; +inf if none finite is.
 
     Bisection over order keys; the quotient of the product is a first guess that is nearly always within a few keys.
 
     Args:
-        bound: float32, finite.
+        bound: float32, above -inf.
         temperature: float32, finite and positive.
     """
-    guess = key_of_float(F32(bound * temperature))
-    low, high = -int(KEY_INFINITY) - 1, int(KEY_INFINITY)  # the quotient of -inf is below the bound, of +inf above
+    guess = I64(key_of_float(F32(bound * temperature)))
+    low, high = ~I64(KEY_INFINITY), I64(KEY_INFINITY)  # the quotient of -inf is below the bound, of +inf above
     if guess - 4 > low and guess + 4 < high:
         if F32(float_of_key(guess - 4) / temperature) < bound:
             low = guess - 4

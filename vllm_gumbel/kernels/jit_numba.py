@@ -8,9 +8,9 @@ Flags: no fast-math anywhere, since its `ninf` breaks masked logits and its `rea
 for division by zero keeps a loop scalar. Indices come from `range` over a slice, which starts at a known 0: an index of
 unknown sign brings a wrap-around check that keeps a loop scalar as well.
 
-Cache: `$XDG_CACHE_HOME/vllm-gumbel/numba-<version of Numba>-<digest of the kernels' sources>`. Numba's own key knows the
-processor and the file a function stands in, not the other files whose functions it inlines; the digest does. The folder
-is set only while our functions are decorated, so nobody else's cache moves.
+Cache: `$XDG_CACHE_HOME/vllm-gumbel/numba-<version of Numba>-<digest of the kernels' sources>`. Numba's own key knows
+the processor and the file a function stands in, not the other files whose functions it inlines; the digest does. The
+folder is set only while our functions are decorated, so nobody else's cache moves.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import config, types
 from numba.extending import intrinsic, overload
 
@@ -142,7 +142,10 @@ else:
         return types.CPointer(like.dtype)(address, like), generate
 
     def row_of(matrix: Any, row: int) -> Any:
-        """Return one row of a matrix of unit column stride as a contiguous array: its type says so, loops become vectors."""
+        """Return one row of a matrix of unit column stride as an array that is contiguous by its type.
+
+        So that loops over it become vector code. It is no counted reference either: passing it on costs nothing.
+        """
 
     @overload(row_of, strict=False)
     def _row_of(matrix: Any, row: Any) -> Any:
@@ -151,5 +154,3 @@ else:
             return numba.carray(_pointer(address, matrix), (matrix.shape[1],))
 
         return implementation
-
-

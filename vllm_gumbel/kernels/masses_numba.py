@@ -6,9 +6,9 @@ ranking always does. A race over everything therefore needs one question about o
 nucleus lies within what is ranked above w, and the race is run again over that; with u = mass share before the winner
 uniform on the ranking, the expected number of races is at most 1 + ln(1 / top_p).
 
-Masses are first added in float32 with an error that is known, which answers all but about one row in 10,000; those are
-added in float64. What even that leaves open (a difference of 1e-10, where the order of a sum decides) goes to the
-reference.
+Masses are added in float32 with an error that is known, which answers all but about one row in 10,000. For those
+`nucleus_numba` finds the boundary in float64; what even that leaves open (a difference of 1e-10, where the order of a
+sum decides) goes to the reference.
 
 Error of the float32 masses, relative to the sum: 2^y is a polynomial of degree 4 on [-1/2, 1/2], within 2^-18 after
 rounding; y = (x - max) / ln 2 is computed as logit * c - max c with an absolute error below 2^-24 * 1.4427 * (3 |x| + 3
@@ -26,7 +26,9 @@ from vllm_gumbel.kernels.jit_numba import F32, F64, I32, add_any_order, jit, mul
 #: Answers of `side_of_nucleus`.
 OUTSIDE, INSIDE, UNDECIDED = 0, 1, 2
 
-_ROUNDING = F32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer, and leaves that in the low bits
+_ROUNDING = F32(
+    12582912.0
+)  # 1.5 * 2^23: adding and subtracting it rounds to an integer, and leaves that in the low bits
 _LOWEST = F32(-126.0)
 # 2^f on [-1/2, 1/2], relative error below 2.6e-6
 _C0, _C1, _C2 = F32(0.9999992847442627), F32(0.6931217908859253), F32(0.240247443318367)
@@ -119,7 +121,7 @@ def side_of_nucleus(
             return INSIDE
         if upper * (1 - slack) > top_p * total * (1 + slack):
             return OUTSIDE
-    return side_by_exact_masses(logits, stop, largest, temperature, top_p, bound, x_max, tied, above, token)
+    return UNDECIDED
 
 
 @jit(inline=True)
@@ -139,73 +141,35 @@ def masses_around(
 
 
 @jit
-def side_by_exact_masses(
-    logits: Any,
-    stop: Any,
-    largest: Any,
-    temperature: Any,
-    top_p: Any,
-    bound: Any,
-    x_max: Any,
-    tied: Any,
-    above: Any,
-    token: Any,
-) -> Any:
-    """Return what `side_of_nucleus` returns, by float64 masses."""
-    upper, total, count, equal = 0.0, 0.0, 0, True
-    for b in range(blocks_in(0, stop)):
-        if largest[b] < bound:
-            continue
-        for i in range(b * BLOCK, min(b * BLOCK + BLOCK, stop)):
-            logit = widen(logits[i])
-            if logit < bound:
-                continue
-            x = F32(logit / temperature)
-            equal = equal and x == x_max
-            m = math.exp(F64(x) - F64(x_max))
-            count += 1
-            total += m
-            if logit >= (tied if i < token else above):
-                upper += m
-    return compare_mass(upper, total, top_p, count, equal)
+def side_of_list_nucleus(xs: Any, top_p: Any, x_max: Any, place: Any) -> Any:
+    """Return what `side_of_nucleus` returns, by exact masses, for one of a short list of candidates.
 
-
-@jit(inline=True)
-def compare_mass(upper: Any, total: Any, top_p: Any, count: Any, equal: Any) -> Any:
-    """Return INSIDE or OUTSIDE by exact masses; UNDECIDED where the order of two sums of `count` terms could decide.
-
-    Masses that are all 1 (`equal`) add up without rounding.
+    Args:
+        xs: float32 [n]; tempered values, ids ascending.
+        top_p: float32.
+        x_max: float32, finite.
+        place: index of the winner in the list.
     """
+    if not top_p < 1:
+        return INSIDE
+    upper, total, equal = 0.0, 0.0, True
+    x_winner = xs[place]
+    for j in range(len(xs)):
+        equal = equal and xs[j] == x_max
+        m = math.exp(F64(xs[j]) - F64(x_max))
+        total += m
+        if xs[j] > x_winner or (xs[j] == x_winner and j < place):
+            upper += m
     if upper == 0.0:
         return INSIDE
     target = F64(top_p) * total
-    slack = 0.0 if equal else (count + 64) * 2.0**-51 * total
+    slack = summation_slack(total, len(xs), equal)
     if upper < target - slack:
         return INSIDE
     return OUTSIDE if upper >= target + slack else UNDECIDED
 
 
-@jit
-def side_of_list_nucleus(ids: Any, xs: Any, cut_x: Any, cut_id: Any, top_p: Any, x_max: Any, place: Any) -> Any:
-    """Return what `side_of_nucleus` returns, for candidate number `place` among those that the cut leaves.
-
-    Args:
-        ids: int32 [n], ascending.
-        xs: float32 [n].
-        cut_x, cut_id: cut of the ranking.
-        top_p: float32 below 1.
-        x_max: float32, finite.
-        place: index of the winner in the list.
-    """
-    upper, total, count, equal = 0.0, 0.0, 0, True
-    x_winner = xs[place]
-    for j in range(len(ids)):
-        x = xs[j]
-        if x > cut_x or (x == cut_x and ids[j] < cut_id):
-            equal = equal and x == x_max
-            m = math.exp(F64(x) - F64(x_max))
-            count += 1
-            total += m
-            if x > x_winner or (x == x_winner and j < place):
-                upper += m
-    return compare_mass(upper, total, top_p, count, equal)
+@jit(inline=True)
+def summation_slack(total: Any, count: Any, equal: Any) -> Any:
+    """Return how far two float64 sums of `count` masses up to `total` may lie apart; masses of 1 add up exactly."""
+    return 0.0 if equal else (count + 64) * 2.0**-51 * total

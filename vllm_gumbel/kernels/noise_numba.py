@@ -5,7 +5,7 @@ becomes vector code. `score` is the expensive, exact half that only finalists se
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_gumbel.kernels.jit_numba import F64, I64, U32, U64, jit
 from vllm_gumbel.kernels.noise_reference import GOLDEN, M1, M2, MIX_A, MIX_B, PAIR
@@ -14,6 +14,14 @@ _GOLDEN, _GOLDEN2 = U64(GOLDEN), U64(2 * GOLDEN % 2**64)
 _MIX_A, _MIX_B = U64(MIX_A), U64(MIX_B)
 _PAIR, _M1, _M2 = U32(PAIR), U32(M1), U32(M2)
 _HALF_RANGE = U64(2**63)
+
+
+class Keys(NamedTuple):
+    """The key words of a row: uint32, uint32, uint64."""
+
+    k0: Any
+    k1: Any
+    k2: Any
 
 
 @jit(inline=True)
@@ -26,13 +34,13 @@ def mix64(z: Any) -> Any:
 
 @jit(inline=True)
 def row_keys(seed: Any, position: Any, stream: Any, salt: Any) -> Any:
-    """Return the key words (k0, k1, k2) of a row: uint32, uint32, uint64. Arguments are integers of 64 bits."""
+    """Return the `Keys` of a row. Arguments are integers of 64 bits."""
     h = mix64(U64(U64(seed) + _GOLDEN))
     h = mix64(U64(U64(h ^ U64(position)) + _GOLDEN))
     h = mix64(U64(U64(h ^ U64(stream)) + _GOLDEN))
     h = mix64(U64(U64(h ^ U64(salt)) + _GOLDEN))
     a = mix64(U64(h + _GOLDEN))
-    return U32(a & U64(0xFFFFFFFF)), U32(a >> U64(32)), mix64(U64(h + _GOLDEN2))
+    return Keys(U32(a & U64(0xFFFFFFFF)), U32(a >> U64(32)), mix64(U64(h + _GOLDEN2)))
 
 
 @jit(inline=True)
@@ -50,11 +58,11 @@ def word_of_pair(x: Any, k1: Any) -> Any:
 
 
 @jit(inline=True)
-def word_of_token(token: Any, k0: Any, k1: Any, k2: Any) -> Any:
+def word_of_token(token: Any, keys: Any) -> Any:
     """Return the 64-bit word h16 * 2^48 + r48 of a token."""
-    pair = word_of_pair(first_pair(k0, I64(token) >> I64(1)), k1)
+    pair = word_of_pair(first_pair(keys.k0, I64(token) >> I64(1)), keys.k1)
     upper = U64(pair >> U32(16)) if I64(token) & I64(1) else U64(pair & U32(0xFFFF))
-    lower = U64(mix64(U64(k2 + U64(U64(I64(token) + I64(1)) * _GOLDEN))) >> U64(16))
+    lower = U64(mix64(U64(keys.k2 + U64(U64(I64(token) + I64(1)) * _GOLDEN))) >> U64(16))
     return U64(U64(upper << U64(48)) | lower)
 
 
@@ -67,6 +75,6 @@ def exponential(word: Any) -> Any:
 
 
 @jit(inline=True)
-def score(x: Any, token: Any, k0: Any, k1: Any, k2: Any) -> Any:
+def score(x: Any, token: Any, keys: Any) -> Any:
     """Return x + G of a token, float64: what decides."""
-    return F64(x) - math.log(exponential(word_of_token(token, k0, k1, k2)))
+    return F64(x) - math.log(exponential(word_of_token(token, keys)))

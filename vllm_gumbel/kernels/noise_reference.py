@@ -102,7 +102,9 @@ def exponential(words: Words64) -> npt.NDArray[np.float64]:
     """
     words = np.asarray(words, _U64)
     low = -np.log1p(-(words.astype(np.float64) + 0.5) * 2.0**-64, where=words < _U64(2**63), out=np.zeros(words.shape))
-    high = -np.log(((~words).astype(np.float64) + 0.5) * 2.0**-64, where=words >= _U64(2**63), out=np.zeros(words.shape))
+    high = -np.log(
+        ((~words).astype(np.float64) + 0.5) * 2.0**-64, where=words >= _U64(2**63), out=np.zeros(words.shape)
+    )
     return low + high
 
 
@@ -125,4 +127,8 @@ def _as_words(values: npt.ArrayLike | int) -> Words64:
     if isinstance(values, np.ndarray) and values.dtype != object:
         return values.astype(_U64)
     flat: Sequence[int] | int = values  # type: ignore[assignment]
-    return np.array([int(v) % 2**64 for v in flat], _U64) if isinstance(flat, Sequence) else np.array(int(flat) % 2**64, _U64)
+    return (
+        np.array([int(v) % 2**64 for v in flat], _U64)
+        if isinstance(flat, Sequence)
+        else np.array(int(flat) % 2**64, _U64)
+    )

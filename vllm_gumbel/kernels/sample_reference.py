@@ -1,8 +1,8 @@
 """The draw in NumPy: obviously slow, obviously right, the definition for every other backend.
 
 Tokens equal `argmax over keep of x[i] + G(seed, position, i)` (`kernels/__init__.py` states the operation as a loop).
-Adding Gumbel noise to log-probabilities and taking the largest draws exactly from the distribution (Gumbel 1954; Yellott
-1977; Maddison, Tarlow, Minka 2014, "A* sampling", section 2).
+Adding Gumbel noise to log-probabilities and taking the largest draws exactly from the distribution (Gumbel 1954;
+Yellott 1977; Maddison, Tarlow, Minka 2014, "A* sampling", section 2).
 
 Ranking is one rule everywhere: value descending, then id ascending. Masses are float64.
 """
@@ -11,7 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_gumbel.kernels import noise_reference as noise
-from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NO_TOKEN, Draw, Flag, Logits, RowParams, Stream, check, widen
+from vllm_gumbel.kernels.contract import (
+    GREEDY_TEMPERATURE,
+    NO_TOKEN,
+    Draw,
+    Flag,
+    Logits,
+    RowParams,
+    Stream,
+    check,
+    widen,
+)
 
 Row = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
@@ -98,7 +108,7 @@ def kept(x: Row, top_k: int, top_p: float, min_p: float) -> Mask:
     ranked = None
     if 0 < top_k < len(x):
         ranked = rank(x, keep)[:top_k]
-    if top_p < 1:
+    if top_p < 1 and keep.any():
         ranked = rank(x, keep) if ranked is None else ranked
         mass = np.cumsum(np.exp(x[ranked].astype(np.float64) - np.float64(largest)))
         ranked = ranked[: 1 + np.searchsorted(mass, np.float64(top_p) * mass[-1], side="left")]

@@ -9,28 +9,26 @@ from typing import Any
 
 from vllm_gumbel.kernels.blocks_numba import BLOCK, blocks_in
 from vllm_gumbel.kernels.floats_numba import LARGEST_FINITE, MINUS_INFINITY, next_above, widen
-from vllm_gumbel.kernels.jit_numba import F32, F64, I32, U8, U64, jit, row_of, use_widest_vectors
+from vllm_gumbel.kernels.jit_numba import F32, F64, I32, I64, U8, U64, jit, row_of, use_widest_vectors
 
 
 @jit
-def collect(logits: Any, stop: Any, largest: Any, bound: Any, temperature: Any, ids: Any, xs: Any, marks: Any) -> Any:
-    """Write the ids below `stop` whose logit is at least `bound`, ascending, with their tempered values.
+def collect(logits: Any, stop: Any, bound: Any, temperature: Any, scratch: Any) -> Any:
+    """List the ids below `stop` whose logit is at least `bound`, ascending, with their tempered values.
 
     Args:
         logits: one row, no NaN.
         stop: one past the last id.
-        largest: float32 [blocks].
         bound: float32.
         temperature: float32.
-        ids: int32 [stop], written.
-        xs: float32 [stop], written.
-        marks: uint8 [256], scratch.
+        scratch: `Scratch`; `largest` is read, `ids` and `xs` are written.
 
     Returns:
         How many there are.
     """
     use_widest_vectors()
     n = 0
+    largest, ids, xs, marks = scratch.largest, scratch.ids, scratch.xs, scratch.marks
     groups = marks.view(U64)
     for b in range(blocks_in(0, stop)):
         if largest[b] < bound:
@@ -55,7 +53,10 @@ def collect(logits: Any, stop: Any, largest: Any, bound: Any, temperature: Any, 
 
 @jit
 def nth_largest(values: Any, n: Any) -> Any:
-    """Return the n-th largest, n from 1, of float32 values without NaN; reorders them (Hoare 1961, "Algorithm 65: Find")."""
+    """Return the n-th largest, n from 1, of float32 values without NaN; reorders them.
+
+    Source: Hoare 1961, "Algorithm 65: Find".
+    """
     low, high, place = 0, len(values) - 1, n - 1
     while low < high:
         a, b, c = values[low], values[(low + high) >> 1], values[high]
@@ -80,19 +81,19 @@ def nth_largest(values: Any, n: Any) -> Any:
 
 
 @jit
-def cut_of_top_k(ids: Any, xs: Any, k: Any, scratch: Any) -> Any:
+def cut_of_top_k(ids: Any, xs: Any, k: Any, values: Any) -> Any:
     """Return the cut (x, id) that leaves exactly k of more than k candidates: ties by lowest id.
 
     Args:
         ids: int32 [n], ascending.
         xs: float32 [n].
         k: how many to leave.
-        scratch: float32 [n].
+        values: float32 [n], scratch.
     """
     n = len(ids)
     for j in range(n):
-        scratch[j] = xs[j]
-    x = nth_largest(scratch[:n], k)
+        values[j] = xs[j]
+    x = nth_largest(values[:n], k)
     ties = k
     for j in range(n):
         ties -= xs[j] > x
@@ -100,8 +101,19 @@ def cut_of_top_k(ids: Any, xs: Any, k: Any, scratch: Any) -> Any:
         if xs[j] == x:
             ties -= 1
             if ties == 0:
-                return x, ids[j] + 1
-    return x, ids[n - 1] + 1
+                return x, I64(ids[j]) + I64(1)
+    return x, I64(ids[n - 1]) + I64(1)
+
+
+@jit
+def keep_cut(ids: Any, xs: Any, cut_x: Any, cut_id: Any) -> Any:
+    """Move the candidates that the cut leaves to the front of the list, in order; return how many there are."""
+    n = 0
+    for j in range(len(ids)):
+        if xs[j] > cut_x or (xs[j] == cut_x and ids[j] < cut_id):
+            ids[n], xs[n] = ids[j], xs[j]
+            n += 1
+    return n
 
 
 @jit(inline=True)
@@ -115,10 +127,12 @@ def least_float(value: Any) -> Any:
 
 @jit(inline=True)
 def bound_of_min_p(x_max: Any, min_p: Any) -> Any:
-    """Return the smallest float32 x that is at least x_max + ln(min_p), and whether every machine finds the same.
+    """Return the smallest float32 that is at least x_max + ln(min_p), and whether every machine finds the same.
 
     A logarithm may be off in its last place; that matters only if it moves the bound past a float32.
     """
+    if not min_p > 0:
+        return F32(-LARGEST_FINITE), True
     if min_p == F32(1):
         return x_max, True
     log = math.log(F64(min_p))
@@ -130,7 +144,7 @@ def bound_of_min_p(x_max: Any, min_p: Any) -> Any:
 
 @jit
 def write_kept(
-    logits: Any, r: Any, limit: Any, temperature: Any, noisy: Any, bound: Any, cut_x: Any, cut_id: Any, processed: Any
+    logits: Any, r: Any, limit: Any, divisor: Any, bound: Any, cut_x: Any, cut_id: Any, processed: Any
 ) -> None:
     """Write the tempered values of the kept ids to row `r` of `processed`, -inf elsewhere; nothing if it has no rows.
 
@@ -138,8 +152,7 @@ def write_kept(
         logits: one row, no NaN; may be the memory that is written.
         r: index of the row in `processed`.
         limit: number of ids that may be kept.
-        temperature: float32.
-        noisy: whether values are divided by the temperature.
+        divisor: float32; the temperature, or 1 for a greedy row.
         bound: float32; smallest logit that is kept.
         cut_x, cut_id: cut of the ranking, of divided values.
         processed: float32 [rows, vocab] or [0, 0].
@@ -148,7 +161,6 @@ def write_kept(
     if processed.shape[0] == 0:
         return
     out = row_of(processed, r)
-    divisor = temperature if noisy else F32(1)
     for i in range(len(out)):
         logit = widen(logits[i])
         x = F32(logit / divisor)
