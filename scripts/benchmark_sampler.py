@@ -5,16 +5,17 @@
     scripts/benchmark_sampler.py --vocab 49152 128256 --rows 1 64 --logits peaked --threads 2
 
 Stock is what vLLM's V1 sampler does with a step's logits: the conversion to float32, penalties, the division by the
-temperature, min_p, `TopKTopPSampler` with or without seeded generators, and for logprobs its log-softmax, top-n and ranks.
-Ours is `sample_numba.draw` on the logits as they are, and `logprobs_numba.gather`. Stock's penalties come before either
-draw, so that row of the table compares all of stock with stock's penalties and our draw.
+temperature, min_p, `TopKTopPSampler` with or without seeded generators, and for logprobs its log-softmax, top-n and
+ranks. Ours is `sample_numba.draw` on the logits as they are, and `logprobs_numba.gather`. Stock's penalties come before
+either draw: that row of the table is stock's penalties and our draw against all of stock.
 
-Tokens and kept sets are compared with the reference before anything is timed. Then the two and `torch.amax`, the price of
-reading the logits once, take turns; stock works in place, so it gets a fresh copy each time, made outside the timing. The
-minimum counts as much as the median: on a busy machine only minima repeat.
+Tokens and kept sets are compared with the reference before anything is timed. Then the two and `torch.amax`, the price
+of reading the logits once, take turns; stock works in place, so it gets a fresh copy each time, made outside the
+timing. The minimum counts as much as the median: on a busy machine only minima repeat. With one thread the clock is the
+thread's own CPU time, which does not run while another process has the core; with more it is the wall's.
 
-Columns: microseconds a row (median, minimum) of ours; of stock; the ratio stock / ours of medians; ours / amax in float32;
-gigabytes a second that ours reads, and that amax reads: the ceiling. The last line is one JSON document.
+Columns: microseconds a row (median, minimum) of ours and of stock; the ratio stock / ours; ours / amax in float32;
+gigabytes a second that ours reads, and that amax reads, the ceiling. The last line is one JSON document.
 """
 
 import argparse
@@ -202,22 +203,33 @@ def check(logits: torch.Tensor, params: RowParams) -> None:
         raise SystemExit("our tokens depend on whether processed values are wanted: nothing is timed")
 
 
+def read(logits: torch.Tensor) -> torch.Tensor:
+    """Return the maxima of the rows: one pass over the logits."""
+    return logits.amax(1)
+
+
 def time_cell(logits: torch.Tensor, ours: Callable, stock: Callable, seconds: float) -> dict[str, list[float]]:
-    """Return wall times in seconds of ours, stock and amax, taking turns."""
+    """Return times in seconds of ours, stock and amax, taking turns."""
+    clock = time.thread_time if ARGUMENTS.threads == 1 else time.perf_counter
     times: dict[str, list[float]] = {"ours": [], "stock": [], "amax": []}
     wide = logits.float()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["ours"]) < 5:
         fresh = logits.clone()
-        for name, call in (
-            ("ours", lambda: ours(logits)),
-            ("stock", lambda: stock(fresh)),
-            ("amax", lambda: wide.amax(1)),
-        ):  # noqa: B023
-            began = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - began)
+        for name, call, argument in (("ours", ours, logits), ("stock", stock, fresh), ("amax", read, wide)):
+            began = clock()
+            call(argument)
+            times[name].append(clock() - began)
     return times
+
+
+def show(cell: dict[str, Any], number: int, of: int) -> None:
+    """Print one line of the table, and how far it has come."""
+    names = f"{cell['vocab']:>7} {cell['rows']:>4} {cell['logits'][:6]:>6} {cell['dtype']:>8} {cell['mode']:<12}"
+    ours = f"{cell['ours_us']:>9} {cell['ours_min_us']:>8}"
+    stock = f"{cell['stock_us']:>9} {cell['stock_min_us']:>9}"
+    ratios = f"{cell['ratio_to_stock']:>7} {cell['ratio_to_amax']:>6} {cell['ours_gb_s']:>6} {cell['amax_gb_s']:>6}"
+    print(f"{names} {ours} {stock} {ratios}  {number}/{of}", flush=True)
 
 
 def main() -> None:
@@ -239,8 +251,9 @@ def main() -> None:
         for dtype in ARGUMENTS.dtypes
         for mode in ARGUMENTS.modes
     ]
-    print(f"{'V':>7} {'rows':>4} {'logits':>6} {'dtype':>8} {'mode':<12} {'ours':>9} {'min':>8} {'stock':>9} {'min':>9} "
-          f"{'ratio':>7} {'/amax':>6} {'GB/s':>6} {'amax':>6}")  # fmt: skip
+    print(
+        "      V rows logits    dtype mode              ours      min     stock       min   ratio  /amax   GB/s   amax"
+    )
     results, previous = [], None
     for number, (vocab, rows, kind, dtype, mode) in enumerate(cells, 1):
         if previous != (vocab, rows, kind, dtype):
@@ -270,9 +283,7 @@ def main() -> None:
         cell["ours_gb_s"] = round(vocab * logits.element_size() / cell["ours_min_us"] / 1e3, 1)
         cell["amax_gb_s"] = round(vocab * 4 / cell["amax_min_us"] / 1e3, 1)
         results.append(cell)
-        print(f"{vocab:>7} {rows:>4} {cell['logits'][:6]:>6} {dtype:>8} {mode:<12} {cell['ours_us']:>9} "
-              f"{cell['ours_min_us']:>8} {cell['stock_us']:>9} {cell['stock_min_us']:>9} {cell['ratio_to_stock']:>7} "
-              f"{cell['ratio_to_amax']:>6} {cell['ours_gb_s']:>6} {cell['amax_gb_s']:>6}  {number}/{len(cells)}", flush=True)  # fmt: skip
+        show(cell, number, len(cells))
     print(json.dumps({"threads": ARGUMENTS.threads, "temperature": TEMPERATURE, "cells": results}))
 
 

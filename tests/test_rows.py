@@ -16,6 +16,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from vllm_gumbel.integration.rows import RowBatch, RowMetadata, SeedSource
+from vllm_gumbel.integration.v1 import GumbelSampler
 from vllm_gumbel.kernels.contract import check
 from vllm_gumbel.params import SEED_RANGE
 
@@ -322,3 +323,39 @@ def test_pooling_models_have_no_rows():
     batch.condense()
     batch.refresh_metadata()
     assert batch.num_reqs == 0
+
+
+def detached(rows, **changed):
+    """Return sampling metadata as vLLM's runner makes it for its profiling run, which belongs to no batch."""
+    values = {
+        "temperature": torch.full((rows,), 0.5),
+        "all_greedy": False,
+        "all_random": False,
+        "top_p": torch.full((rows,), 0.9),
+        "top_k": torch.full((rows,), 299),
+        "generators": {},
+        "max_num_logprobs": None,
+        "no_penalties": True,
+        "prompt_token_ids": None,
+        "output_token_ids": [[] for _ in range(rows)],
+        "allowed_token_ids_mask": None,
+        "bad_words_token_ids": {},
+        "logitsprocs": LogitsProcessors(),
+    }
+    penalties = [f"{kind}_penalties" for kind in ("frequency", "presence", "repetition")]
+    return SamplingMetadata(**{**values, **dict.fromkeys(penalties, torch.full((rows,), 0.1)), **changed})
+
+
+def test_rows_that_belong_to_no_batch_are_drawn_independently():
+    """vLLM 0.33's ROCm path drew equal unseeded rows alike. Filters hold; two samplers built alike agree."""
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).div(2).repeat(64, 1)
+
+    def draw(metadata, seed=0):
+        return GumbelSampler(seeds=SeedSource(seed, 0))(logits.clone(), metadata).sampled_token_ids.flatten().tolist()
+
+    assert draw(detached(64)) == draw(detached(64)) != draw(detached(64), seed=1)
+    assert len(set(draw(detached(64)))) > 5
+    narrow = detached(64, top_k=torch.full((64,), 2, dtype=torch.int32), top_p=None)
+    assert set(draw(narrow)) == set(logits[0].topk(2).indices.tolist())
+    greedy = detached(64, temperature=None, all_greedy=True, top_k=None, top_p=None)
+    assert set(draw(greedy)) == {int(logits[0].argmax())}

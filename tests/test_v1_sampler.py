@@ -8,14 +8,12 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
-from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.sampler import Sampler
 
 from tests.processors import HalveTempered, SpoilLogits
 from tests.test_rows import filled, make_request
 from vllm_gumbel import SamplerSettings
-from vllm_gumbel.integration.rows import SeedSource
 from vllm_gumbel.integration.v1 import GumbelSampler
 from vllm_gumbel.kernels import sample_reference
 
@@ -371,37 +369,3 @@ def test_ids_past_the_tokenizer_are_never_drawn():
     assert tokens == draw(masked, batch)
     assert max(tokens) < 280
     assert tokens_of(GumbelSampler(usable_vocab=400)(logits.clone(), batch.sampling_metadata)) == draw(logits, batch)
-
-
-def detached(rows, **changed):
-    """Return sampling metadata as vLLM's runner makes it for its profiling run, which belongs to no batch."""
-    values = {
-        "temperature": torch.full((rows,), 0.5),
-        "all_greedy": False,
-        "all_random": False,
-        "top_p": torch.full((rows,), 0.9),
-        "top_k": torch.full((rows,), 299),
-        "generators": {},
-        "max_num_logprobs": None,
-        "no_penalties": True,
-        "prompt_token_ids": None,
-        "output_token_ids": [[] for _ in range(rows)],
-        "allowed_token_ids_mask": None,
-        "bad_words_token_ids": {},
-        "logitsprocs": LogitsProcessors(),
-    }
-    penalties = [f"{kind}_penalties" for kind in ("frequency", "presence", "repetition")]
-    return SamplingMetadata(**{**values, **dict.fromkeys(penalties, torch.full((rows,), 0.1)), **changed})
-
-
-def test_rows_that_belong_to_no_batch_are_drawn_independently():
-    """vLLM 0.33's ROCm path drew equal unseeded rows alike. Filters hold; two samplers built alike agree."""
-    logits = random_logits(1).div(6).repeat(64, 1)
-    tokens = [tokens_of(GumbelSampler(seeds=SeedSource(1, 0))(logits.clone(), detached(64))) for _ in range(2)]
-    assert tokens[0] == tokens[1]
-    assert len(set(tokens[0])) > 5
-    narrow = detached(64, top_k=torch.full((64,), 2, dtype=torch.int32), top_p=None)
-    drawn = set(tokens_of(GumbelSampler()(logits.clone(), narrow)))
-    assert drawn == set(logits[0].topk(2).indices.tolist())
-    greedy = detached(64, temperature=None, all_greedy=True, top_k=None, top_p=None)
-    assert set(tokens_of(GumbelSampler()(logits.clone(), greedy))) == {int(logits[0].argmax())}

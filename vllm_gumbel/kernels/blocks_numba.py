@@ -33,12 +33,13 @@ import math
 from typing import Any
 
 from vllm_gumbel.kernels.floats_numba import MINUS_INFINITY, infinity_key, minus_infinity, order_key, widen, widen_key
-from vllm_gumbel.kernels.jit_numba import F32, F64, I32, I64, U8, U16, U32, jit, use_widest_vectors
+from vllm_gumbel.kernels.jit_numba import F32, F64, I32, I64, U8, U16, U32, jit, prefetch, use_widest_vectors
 from vllm_gumbel.kernels.noise_numba import first_pair, word_of_pair
 from vllm_gumbel.kernels.noise_reference import PAIR
 
 BLOCK = 256
 
+_AHEAD = 8 * BLOCK  # how far ahead of the noise's arithmetic the logits are fetched, across pages too
 _PER_LN2 = 2.0**23 / math.log(2.0)
 _LOWEST, _HIGHEST = F32(2.0**23), F32(2.0**23 * 144)
 
@@ -95,6 +96,8 @@ def summarise_blocks(logits: Any, start: Any, stop: Any, largest: Any, with_word
     for b in range(blocks_in(start, stop)):
         first = start + b * BLOCK
         last = min(first + BLOCK, stop)
+        for i in range(first + _AHEAD, first + _AHEAD + BLOCK, 64 // logits.itemsize):
+            prefetch(logits, i)
         up, down = block_keys(logits[first:last])
         if with_words:
             words[b] = block_word(first, last, keys)

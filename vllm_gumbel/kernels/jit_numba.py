@@ -82,6 +82,9 @@ if WITHOUT_JIT:
         counter[0] += 1
         return counter[0] - 1
 
+    def prefetch(array: Any, index: int) -> None:
+        """Start loading the cache line of an element; it may lie past the end."""
+
     def row_of(matrix: Any, row: int) -> Any:
         """Return one row of a matrix of unit column stride as a contiguous array."""
         return matrix[row]
@@ -131,6 +134,21 @@ else:
             return builder.atomic_rmw("add", data, context.get_constant(types.int64, 1), "monotonic")
 
         return types.int64(counter), generate
+
+    @intrinsic
+    def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+        """Start loading the cache line of an element; it may lie past the end."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            place = builder.bitcast(builder.gep(data, [arguments[1]]), ir.IntType(8).as_pointer())
+            word = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [place.type, word, word, word])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [place.type], kind)
+            builder.call(function, [place, word(0), word(3), word(1)])  # to read, into every level, data
+            return context.get_dummy_value()
+
+        return types.none(array, types.int64), generate
 
     @intrinsic
     def _pointer(typing_context: Any, address: Any, like: Any) -> Any:

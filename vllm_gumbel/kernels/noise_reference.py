@@ -21,6 +21,18 @@ h16: one 32-bit word for a pair of ids, t = token >> 1, low half for the even id
 with the multipliers of "lowbias32" (Wellons 2018, "Prospecting for hash functions"). r48: the upper 48 bits of
 mix64(k2 + (token + 1) * GOLDEN), that is of SplitMix64's own output at index token.
 
+Quality, shown by `scripts/noise_battery.py`. Avalanche: each of 167 input bits (64 of the seed, 21 of the position, 64
+of the salt, 18 of the token) changes each of 64 output bits in half of 10^6 samples; the largest deviation of a share
+from 1/2 was 0.0019, where chance exceeds 0.0030 once in 10^5. dieharder 3.31.1, all tests of `-a`, tests that came out
+WEAK repeated with more data (`-Y 1`): none FAILED and none left WEAK on
+
+    16-bit words along tokens, positions, seeds, and all three at once    4 streams, 114 results each
+    64-bit values along positions, seeds, and all three at once           3 streams, 114 results each
+    64-bit values along tokens                                            all but the last 12 tests: lagged sums 28 to
+                                                                          32, Kolmogorov-Smirnov, the six of dab_*
+
+Every draw of a token is tested against the exact law besides, in `tests/test_exact_law.py`.
+
 What this file does not do: it is not fast, and it knows nothing of temperatures, filters or vLLM.
 """
 
