@@ -31,7 +31,7 @@ def main(model: str, output: str, additional: str = "{}") -> None:
     written = {
         "plugin": hasattr(EngineArgs.add_cli_args, "wrapped_by_vllm_gumbel"),
         "tokens": [[list(choice.token_ids) for choice in each] for each in choices],
-        "logprobs": [[repr(choice.cumulative_logprob) for choice in each] for each in choices],
+        "logprobs": [[choice.cumulative_logprob for choice in each] for each in choices],
     }
     Path(output).write_text(json.dumps(written))
 
