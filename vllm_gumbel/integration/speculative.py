@@ -57,10 +57,11 @@ class Verifier(RejectionSampler):
         request = np.repeat(np.arange(len(drafts)), lengths)
         offset = np.concatenate([np.arange(length) for length in lengths])
         rows: Rows | None = getattr(sampling_metadata, "rows", None)
-        base = rows.params() if rows else self._detached(sampling_metadata, len(drafts), logits.shape[1])
+        seeds, vocab = self.sampler.seeds, logits.shape[1]
+        base = rows.params() if rows else detached_params(sampling_metadata, len(drafts), seeds, vocab)
         params = expand(base, request, offset)
         raw = logits
-        logits = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
+        logits = raw.to(torch.float32, copy=True)
         edit(logits, request, offset, drafts, sampling_metadata, rows)
         wanted = sampling_metadata.max_num_logprobs
         drawn = self.sampler.draw_rows(logits, params, processed=wanted is not None and self.is_processed_logprobs_mode)
@@ -92,9 +93,6 @@ class Verifier(RejectionSampler):
         if not self.is_logits_logprobs_mode:
             return self.sampler.raw_logprobs(logits, tokens, wanted)
         return self.sampler.finite(self.sampler.gather_logprobs(logits.float(), wanted, tokens))
-
-    def _detached(self, metadata: SamplingMetadata, requests: int, vocab: int) -> RowParams:
-        return detached_params(metadata, requests, self.sampler.seeds, vocab)
 
 
 def split(flat: list[int], counts: list[int]) -> list[list[int]]:
@@ -131,11 +129,11 @@ def edit(
             _mask_stops(logits, request, offset, processor)
     if rows is None:
         return
-    first = {int(r): i for i, r in reversed(list(enumerate(request)))}
+    first = np.flatnonzero(offset == 0)  # the first row of each request
     for r, penalties in rows.penalties:
         penalties.update(metadata.output_token_ids[r])
-        for i, token in enumerate([*drafts[r], None]):
-            penalties.apply(logits[first[r] + i].numpy())
+        for i, token in enumerate([*drafts[r], None], start=first[r]):
+            penalties.apply(logits[i].numpy())
             if token is not None:
                 penalties.push(token)
         for token in reversed(drafts[r]):
