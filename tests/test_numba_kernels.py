@@ -7,10 +7,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from numba.core.runtime import _nrt_python, rtsys
 
 from tests.rows import INFINITY, random_params
-from vllm_gumbel.kernels import blocks_numba, jit_numba, launch_numba, masses_numba, sample_numba
+from vllm_gumbel.kernels import blocks_numba, jit_numba, launch_numba, masses_numba, sample_numba, select_numba
 from vllm_gumbel.kernels import floats_numba as floats
 from vllm_gumbel.kernels import noise_numba as noise
 from vllm_gumbel.kernels import noise_reference as reference
@@ -61,6 +62,27 @@ def masses_of(logits, temperature, largest, masses):
 
 
 # --- noise -------------------------------------------------------------------------------------------------------
+
+
+@jit(inline=True)
+def rough_masses_of(logits, temperature, largest, masses):
+    """Write the rough mass of every logit."""
+    per_ln2 = 1.0 / (math.log(2.0) * np.float64(temperature))
+    slope, shift = masses_numba.rough_slopes(np.float32(per_ln2), np.float32(-largest / math.log(2.0)))
+    for i in range(len(logits)):
+        masses[i] = masses_numba.rough_mass(logits[i], slope, shift)
+
+
+def as_kernel_input(values, dtype):
+    """Return float32 values as the kernels take them in a dtype."""
+    if dtype == "float32":
+        return values
+    tensor = torch.from_numpy(values).to(getattr(torch, dtype))
+    return tensor.view(torch.uint16 if dtype == "bfloat16" else torch.int16).numpy()
+
+
+def widened(values):
+    return np.array([floats.widen(value) for value in values], np.float32)
 
 
 def test_words_equal_the_reference_bit_for_bit():
@@ -175,6 +197,55 @@ def test_float32_masses_are_within_their_error(temperature):
 
 
 # --- calls -------------------------------------------------------------------------------------------------------
+
+
+def test_rough_masses_are_within_a_thirty_second():
+    """Also past the end of what counts, where a mass may be anything up to 2^-125."""
+    for temperature, largest in ((0.01, 25.0), (0.8, -300.0), (1.0, 0.0), (7.0, 1000.0)):
+        t = np.float32(temperature)
+        logits = ((largest - np.concatenate([np.linspace(0, 64, 100_000), [90.0, 1e4, np.inf]])) * float(t)).astype(
+            "f4"
+        )
+        rough, exact = np.empty(len(logits), np.float32), np.exp((logits / t).astype(np.float64) - largest)
+        rough_masses_of(logits, t, largest, rough)
+        fine = 2**-15 + 2**-20 * (abs(largest) + 64)
+        assert (np.abs(rough[:100_000] / exact[:100_000] - 1) < 2**-5 + fine).all()
+        assert (rough[100_000:] < 2**-125).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_best_of_a_block_and_nan_at_every_place(dtype):
+    """Lengths around vectors' and odd ones; a NaN of either sign, infinities, and blocks of -inf only."""
+    for n in (1, 2, 3, 15, 16, 17, 33, 128, 255, 256):
+        block = np.random.default_rng(n).normal(0, 3, n).astype(np.float32)
+        for places in ({}, {n // 2: INFINITY}, dict.fromkeys(range(n), -INFINITY)):
+            for place, value in places.items():
+                block[place] = value
+            values = as_kernel_input(block, dtype)
+            assert blocks_numba.block_best(values) == (widened(values).max(), False)
+            for place in {0, 1 % n, n // 2, n - 1}:
+                for nan in (np.float32("nan"), -np.float32("nan")):
+                    spoiled = block.copy()
+                    spoiled[place] = nan
+                    assert blocks_numba.block_best(as_kernel_input(spoiled, dtype))[1], (n, place)
+
+
+def test_bound_of_the_nth_is_reached_by_n_and_seldom_many_more():
+    """Ties, infinities and values of both signs; n from 1 to all."""
+    generator = np.random.default_rng(0)
+    for values in (
+        generator.normal(0, 3, 501),
+        np.round(generator.normal(0, 2, 300)),
+        np.zeros(64),
+        np.where(generator.random(300) < 0.5, -INFINITY, generator.normal(0, 1, 300)),
+        np.array([INFINITY, 1e-45, 0.0, -0.0, -1e-45, -INFINITY]),
+    ):
+        values = values.astype(np.float32)
+        for n in range(1, len(values) + 1):
+            bound = select_numba.bound_of_nth(values, n)
+            best = np.sort(values)[::-1]
+            assert n <= (values >= bound).sum()
+            assert (values > bound).sum() <= n + n // 4 or bound >= best[n - 1], (n, bound)
 
 
 def test_steady_state_allocates_nothing_but_the_results():

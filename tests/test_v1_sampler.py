@@ -195,6 +195,20 @@ def test_each_change_before_the_draw_acts_when_it_is_the_only_one(parameters):
     assert draw(logits, batch) == expected(stock, batch, temperature=np.full(40, parameters["temperature"] > 0, "f4"))
 
 
+@pytest.mark.parametrize("parameters", BEFORE)
+def test_odd_rows_change_themselves_alone(parameters):
+    """Two odd rows among plain ones: they alone are copied, and the logits that the model gave stay as they are."""
+    rows = [{"temperature": 1.0}] * 40
+    rows[17] = rows[23] = parameters
+    batch, logits = batch_of(rows), random_logits(40, dtype=torch.bfloat16)
+    logits[:, [STOP, 3, 12, 30, 40, 50]] = 9.0
+    stock = processed(Sampler(logprobs_mode="processed_logits"), logits, batch)[1]
+    given = logits.clone()
+    tokens = tokens_of(GumbelSampler()(given, batch.sampling_metadata))
+    assert tokens == expected(stock, batch, temperature=np.array([each["temperature"] > 0 for each in rows], "f4"))
+    assert torch.equal(given, logits)
+
+
 def test_processor_of_another_package_that_moves_the_argmax_acts_before_the_draw():
     spoil = {"temperature": 1.0, "extra_args": {"spoil": "some_nan"}}
     batch, logits = batch_of([{**spoil, "seed": i} for i in range(20)], custom=[SpoilLogits]), random_logits(20)

@@ -95,6 +95,7 @@ class Rows:
         self.min_p = np.zeros(batch.max_num_reqs, np.float32)
         self.stop_token: list[int | None] = []
         self.penalties: list[tuple[int, PenaltyCounts]] = []
+        self.restricted: list[int] = []  # rows with `allowed_token_ids`
 
     def rebuild(self, requests: list[RequestRow]) -> None:
         """Take over the requests of the batch, one a row."""
@@ -104,6 +105,7 @@ class Rows:
             self.min_p[i] = request.min_p
         self.stop_token = [request.stop_token for request in requests]
         self.penalties = [(i, request.penalties) for i, request in enumerate(requests) if request.penalties]
+        self.restricted = [i for i, name in enumerate(self._batch.req_ids) if name in self._batch.has_allowed_token_ids]
 
     def params(self) -> RowParams:
         """Return the parameters of the draw, one entry a row.

@@ -9,18 +9,17 @@ The rows of a step are drawn as if each were a request of its own, whose output 
 (With speculative decoding vLLM refuses min_p and a logit bias at admission, whoever verifies.)
 """
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.bad_words import apply_bad_words
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from vllm_gumbel.integration.edits import edit
 from vllm_gumbel.integration.rows import Rows, detached_params
 from vllm_gumbel.kernels.contract import RowParams
 
@@ -61,8 +60,8 @@ class Verifier(RejectionSampler):
         base = rows.params() if rows else detached_params(sampling_metadata, len(drafts), seeds, vocab)
         params = expand(base, request, offset)
         raw = logits
-        logits = raw.to(torch.float32, copy=True)
-        edit(logits, request, offset, drafts, sampling_metadata, rows)
+        logits = raw.to("cpu", torch.float32, copy=True)  # the draw of this runner is on the host
+        edit(logits, request, drafts, sampling_metadata, rows)
         wanted = sampling_metadata.max_num_logprobs
         drawn = self.sampler.draw_rows(logits, params, processed=wanted is not None and self.is_processed_logprobs_mode)
         tokens = self.sampler.replace_bad_rows(drawn.draw, rows, request)
@@ -103,53 +102,5 @@ def split(flat: list[int], counts: list[int]) -> list[list[int]]:
 
 def expand(params: RowParams, request: np.ndarray, offset: np.ndarray) -> RowParams:
     """Return parameters of the rows of a step: those of their request, at a position `offset` further on."""
-    columns: dict[str, Any] = {name: values[request] for name, values in vars(params).items()}
-    columns["position"] = columns["position"] + offset
-    return RowParams(**columns)
-
-
-def edit(
-    logits: torch.Tensor,
-    request: np.ndarray,
-    offset: np.ndarray,
-    drafts: list[list[int]],
-    metadata: SamplingMetadata,
-    rows: Rows | None,
-) -> None:
-    """Apply to each row, in place, what vLLM applies to a request's logits when there are no drafts, in its order."""
-    if metadata.allowed_token_ids_mask is not None:
-        logits.masked_fill_(metadata.allowed_token_ids_mask[torch.from_numpy(request)], -torch.inf)
-    if metadata.bad_words_token_ids:
-        output = metadata.output_token_ids
-        past = [[*output[r], *drafts[r][:o]] for r, o in zip(request, offset, strict=True)]
-        words = {i: metadata.bad_words_token_ids[r] for i, r in enumerate(request) if r in metadata.bad_words_token_ids}
-        apply_bad_words(logits, words, past)
-    for processor in metadata.logitsprocs.non_argmax_invariant:
-        if isinstance(processor, MinTokensLogitsProcessor):
-            _mask_stops(logits, request, offset, processor)
-    if rows is None:
-        return
-    first = np.flatnonzero(offset == 0)  # the first row of each request
-    for r, penalties in rows.penalties:
-        penalties.update(metadata.output_token_ids[r])
-        for i, token in enumerate([*drafts[r], None], start=first[r]):
-            penalties.apply(logits[i].numpy())
-            if token is not None:
-                penalties.push(token)
-        for token in reversed(drafts[r]):
-            penalties.pop(token)
-
-
-def _mask_stops(
-    logits: torch.Tensor, request: np.ndarray, offset: np.ndarray, processor: MinTokensLogitsProcessor
-) -> None:
-    """Forbid stop tokens in rows before a request's `min_tokens`, unless nothing else is left to a grammar."""
-    for i, (r, o) in enumerate(zip(request, offset, strict=True)):
-        least, output, stops, structured = processor.min_toks.get(r, (0, (), (), False))
-        if len(output) + o >= least or not stops:
-            continue
-        ids = torch.tensor(sorted(stops), dtype=torch.int64)
-        before = logits[i, ids].clone()
-        logits[i, ids] = -torch.inf
-        if structured and logits[i].isneginf().all():
-            logits[i, ids] = before
+    taken = params.take(request)
+    return replace(taken, position=taken.position + offset)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
+from vllm.v1.sample.logits_processor import MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 import vllm_gumbel
 from vllm_gumbel.integration import choice, compat, worker
+from vllm_gumbel.integration.edits import edit, edited_rows
 from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
 from vllm_gumbel.kernels import dispatch
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Draw, Flag, RowParams
@@ -144,8 +145,9 @@ class GumbelSampler(Sampler):
     ) -> SamplerOutput:
         """Return the tokens and logprobs of a step; see the parent, whose order of steps this keeps.
 
-        Logits are drawn from as they come, in their own dtype, unless a request asks for something that changes them;
-        the parent always makes a float32 copy of the batch. Logprobs are numbers that JSON can carry (`finite`).
+        Logits are drawn from as they come, in their own dtype; only rows whose request asks for something that changes
+        them are copied to float32, while the parent always copies the batch. Logprobs are numbers that JSON can carry
+        (`finite`).
         """
         wanted = sampling_metadata.max_num_logprobs
         mode = logprobs_mode_override or self.logprobs_mode
@@ -159,15 +161,14 @@ class GumbelSampler(Sampler):
             if output.logprobs_tensors is not None:
                 self.finite(output.logprobs_tensors)
             return output
-        raw = logits
-        if changes_logits(sampling_metadata):
-            copy = wanted is not None and raw.dtype == torch.float32
-            logits = raw.clone() if copy else raw.to(torch.float32)
-            logits = self.apply_logits_processors(logits, sampling_metadata, predict_bonus_token)
-        tokens, _ = self.sample(logits, sampling_metadata)
-        logprobs = None
-        if wanted is not None:
-            logprobs = self.raw_logprobs(raw, tokens, wanted)
+        rows: Rows | None = getattr(sampling_metadata, "rows", None)
+        edited = edited_rows(sampling_metadata, rows)
+        if edited is None:
+            changed = logits.to(torch.float32, copy=wanted is not None)
+            tokens, _ = self.sample(self.apply_logits_processors(changed, sampling_metadata, False), sampling_metadata)
+        else:
+            tokens = self.draw_edited(logits, sampling_metadata, rows, edited)
+        logprobs = None if wanted is None else self.raw_logprobs(logits, tokens, wanted)
         return SamplerOutput(sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=logprobs)
 
     @staticmethod
@@ -209,12 +210,39 @@ class GumbelSampler(Sampler):
         if tempered is not None:
             logits, params = tempered, _with_temperature_and_min_p_applied(params)
         drawn = self.draw_rows(logits, params, processed=wanted and mode in ("processed_logits", "processed_logprobs"))
-        if rows:
-            self.count(drawn.draw.flags)
-        tokens = torch.from_numpy(self.replace_bad_rows(drawn.draw, rows)).to(logits.device)
+        tokens = self._finish(drawn.draw, rows).to(logits.device)
         if drawn.processed is None or mode == "processed_logits":
             return tokens, drawn.processed
         return tokens, self.compute_logprobs(drawn.processed)
+
+    def draw_edited(
+        self, logits: torch.Tensor, metadata: SamplingMetadata, rows: Rows | None, edited: list[int]
+    ) -> torch.Tensor:
+        """Return a token per row of `logits` [rows, vocab], int64 [rows], after the edits of the rows `edited`.
+
+        Rows without an edit are drawn from where they lie. If most have one, the batch is copied and drawn at once.
+        """
+        count, vocab = logits.shape
+        params = rows.params() if rows else detached_params(metadata, count, self.seeds, vocab)
+        if 2 * len(edited) <= count:
+            draw = self.draw_rows(logits, params, processed=False).draw
+            if edited:
+                request = np.array(edited)
+                changed = logits[request].to(torch.float32)
+                edit(changed, request, None, metadata, rows)
+                part = self.draw_rows(changed, params.take(request), processed=False).draw
+                draw.tokens[request], draw.flags[request] = part.tokens, part.flags
+        else:
+            changed = logits.to(torch.float32, copy=True)
+            edit(changed, np.arange(count), None, metadata, rows)
+            draw = self.draw_rows(changed, params, processed=False).draw
+        return self._finish(draw, rows)
+
+    def _finish(self, draw: Draw, rows: Rows | None) -> torch.Tensor:
+        """Count what was noticed in a step's rows, and return their tokens, int64 [rows], on the host."""
+        if rows:
+            self.count(draw.flags)
+        return torch.from_numpy(self.replace_bad_rows(draw, rows))
 
     def draw_rows(self, logits: torch.Tensor, params: RowParams, *, processed: bool) -> "Drawn":
         """Draw one token per row of `logits` [rows, vocab]; with `processed`, also return them after the filters."""
@@ -314,25 +342,6 @@ def as_numpy(logits: torch.Tensor) -> np.ndarray:
     """Return logits as the kernels take them: bfloat16 as its bits in uint16; the same memory for logits on a CPU."""
     values = logits.cpu()
     return values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
-
-
-def changes_logits(metadata: SamplingMetadata) -> bool:
-    """Return whether a request in the batch asks for something that changes logits before the draw."""
-    holder = metadata.thinking_budget_state_holder
-    return bool(
-        metadata.allowed_token_ids_mask is not None
-        or metadata.bad_words_token_ids
-        or not metadata.no_penalties
-        or not all(_is_idle(processor) for processor in metadata.logitsprocs.non_argmax_invariant)
-        or (holder is not None and holder.has_tracked_requests())
-    )
-
-
-def _is_idle(processor: Any) -> bool:
-    """Return whether a logits processor has nothing to do; one of another package may always have."""
-    if isinstance(processor, MinTokensLogitsProcessor):
-        return not processor.min_toks
-    return isinstance(processor, LogitBiasLogitsProcessor) and not processor.biases
 
 
 def _with_temperature_and_min_p_applied(params: RowParams) -> RowParams:

@@ -32,8 +32,32 @@ is clamped to the upper end.
 import math
 from typing import Any
 
-from vllm_gumbel.kernels.floats_numba import MINUS_INFINITY, infinity_key, minus_infinity, order_key, widen, widen_key
-from vllm_gumbel.kernels.jit_numba import F32, F64, I32, I64, U8, U16, U32, jit, prefetch, use_widest_vectors
+from numba import types
+from numba.extending import overload
+
+from vllm_gumbel.kernels.floats_numba import (
+    MINUS_INFINITY,
+    PLUS_INFINITY,
+    infinity_key,
+    minus_infinity,
+    order_key,
+    widen,
+    widen_key,
+)
+from vllm_gumbel.kernels.jit_numba import (
+    F32,
+    F64,
+    I32,
+    I64,
+    U8,
+    U16,
+    U32,
+    always_inline,
+    jit,
+    larger,
+    prefetch,
+    use_widest_vectors,
+)
 from vllm_gumbel.kernels.noise_numba import first_pair, word_of_pair
 from vllm_gumbel.kernels.noise_reference import PAIR
 
@@ -44,9 +68,38 @@ _PER_LN2 = 2.0**23 / math.log(2.0)
 _LOWEST, _HIGHEST = F32(2.0**23), F32(2.0**23 * 144)
 
 
+def block_best(block: Any) -> Any:
+    """Return the largest logit of a block, float32, and whether it holds a NaN; if so the first means nothing."""
+    return best_of_floats(block) if block.dtype == F32 else best_of_halves(block)
+
+
+@overload(block_best, strict=False)
+def _block_best(block: Any) -> Any:
+    if block.dtype == types.float32:
+        return lambda block: best_of_floats(block)
+    return lambda block: best_of_halves(block)
+
+
 @jit(inline=True)
-def block_keys(block: Any) -> Any:
-    """Return the largest and the smallest order key of a block of logits."""
+def best_of_floats(block: Any) -> Any:
+    """Return what `block_best` does, of float32: in pairs, since one comparison tells whether either is a NaN."""
+    use_widest_vectors()
+    largest, nan = MINUS_INFINITY, False
+    half = len(block) >> 1
+    for j in range(half):
+        a, b = block[j], block[j + half]
+        largest = larger(largest, larger(a, b))
+        nan |= (a != a) | (b != b)
+    if len(block) & 1:
+        last = block[2 * half]
+        largest = larger(largest, last)
+        nan |= last != last
+    return largest, nan
+
+
+@jit(inline=True)
+def best_of_halves(block: Any) -> Any:
+    """Return what `block_best` does, of 16-bit floats: as order keys, where NaN lie beyond the infinities."""
     use_widest_vectors()
     largest = order_key(block[0])
     smallest = largest
@@ -54,12 +107,14 @@ def block_keys(block: Any) -> Any:
         key = order_key(block[j])
         largest = max(largest, key)
         smallest = min(smallest, key)
-    return largest, smallest
+    infinity = infinity_key(block[0])
+    return widen_key(largest, block[0]), largest > infinity or smallest < ~infinity
 
 
 @jit(inline=True)
 def block_word(start: Any, stop: Any, keys: Any) -> Any:
     """Return the smallest h16 of the pairs that hold ids `start` to `stop` - 1: those ids and at most two more."""
+    always_inline()
     use_widest_vectors()
     first = I64(start) >> I64(1)
     x = first_pair(keys.k0, first)
@@ -91,19 +146,18 @@ def summarise_blocks(logits: Any, start: Any, stop: Any, largest: Any, with_word
         Whether the ids hold a NaN, and whether one of them is +inf; the maxima mean nothing if there is a NaN.
     """
     use_widest_vectors()
-    infinity = I64(infinity_key(logits[0]))
-    highest, lowest = ~infinity, infinity
+    nan, infinite = False, False
     for b in range(blocks_in(start, stop)):
         first = start + b * BLOCK
         last = min(first + BLOCK, stop)
         for i in range(first + _AHEAD, first + _AHEAD + BLOCK, 64 // logits.itemsize):
             prefetch(logits, i)
-        up, down = block_keys(logits[first:last])
+        largest[b], bad = block_best(logits[first:last])
+        nan |= bad
+        infinite |= largest[b] == PLUS_INFINITY
         if with_words:
             words[b] = block_word(first, last, keys)
-        largest[b] = widen_key(up, logits[0])
-        highest, lowest = max(highest, I64(up)), min(lowest, I64(down))
-    return highest > infinity or lowest < ~infinity, highest == infinity
+    return nan, infinite
 
 
 @jit
@@ -144,8 +198,8 @@ def may_win(logit: Any, word: Any, slope: Any, offset: Any) -> Any:
 
 
 @jit(inline=True)
-def mark_possible(logits: Any, words: Any, bound: Any, slope: Any, offset: Any, marks: Any) -> None:
-    """Write for every entry of `logits` (tokens or block maxima) whether it may still win, as 0 or 1.
+def mark_possible(logits: Any, words: Any, bound: Any, slope: Any, offset: Any, marks: Any) -> Any:
+    """Write for every entry of `logits` (tokens or block maxima) whether it may still win, 0 or 1; return if any may.
 
     Args:
         logits: [n].
@@ -156,11 +210,15 @@ def mark_possible(logits: Any, words: Any, bound: Any, slope: Any, offset: Any, 
     """
     use_widest_vectors()
     n = len(logits)
+    found = U8(0)
     for j in range(n):
         logit = widen(logits[j])
-        marks[j] = U8(logit >= bound) & U8(may_win(logit, words[j], slope, offset))
+        mark = U8(logit >= bound) & U8(may_win(logit, words[j], slope, offset))
+        marks[j] = mark
+        found = U8(found | mark)
     for j in range(n, (n + 7) & ~7):
         marks[j] = U8(0)
+    return found != 0
 
 
 @jit(inline=True)
@@ -180,7 +238,7 @@ def largest_of(largest: Any) -> Any:
     use_widest_vectors()
     best = MINUS_INFINITY
     for b in range(len(largest)):
-        best = max(best, largest[b])
+        best = larger(best, largest[b])
     return best
 
 

@@ -90,6 +90,10 @@ class RowParams:
             salt=np.full(rows, salt % 2**64, np.uint64),
         )
 
+    def take(self, rows: npt.NDArray[np.int64]) -> "RowParams":
+        """Return the parameters of some rows, in the order of their indices."""
+        return RowParams(**{name: values[rows] for name, values in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class Draw:

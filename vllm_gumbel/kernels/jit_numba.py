@@ -69,9 +69,16 @@ if WITHOUT_JIT:
     def use_widest_vectors() -> None:
         """Ask for the widest vectors the processor has in the function that calls this."""
 
+    def always_inline() -> None:
+        """Make the function that calls this part of every caller."""
+
     def add_any_order(a: Any, b: Any) -> Any:
         """Return a + b; a sum made of these may be reordered."""
         return a + b
+
+    def larger(a: Any, b: Any) -> Any:
+        """Return the larger of two floats; anything at all if one of them is a NaN."""
+        return a if a > b else b
 
     def multiply_add(a: Any, b: Any, c: Any) -> Any:
         """Return a * b + c, rounded once or twice, whichever is faster."""
@@ -106,11 +113,35 @@ else:
         return types.none(), generate
 
     @intrinsic
+    def always_inline(typing_context: Any) -> Any:
+        """Make the function that calls this part of every caller, where LLVM would rather call it."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            builder.function.attributes.add("alwaysinline")
+            return context.get_dummy_value()
+
+        return types.none(), generate
+
+    @intrinsic
     def add_any_order(typing_context: Any, a: Any, b: Any) -> Any:
         """Return a + b; a sum made of these may be reordered, so that it becomes vector code."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.fadd(arguments[0], arguments[1], flags=("reassoc", "nsz"))
+
+        return a(a, a), generate
+
+    @intrinsic
+    def larger(typing_context: Any, a: Any, b: Any) -> Any:
+        """Return the larger of two floats; anything at all if one of them is a NaN.
+
+        A maximum that has to mind NaN or the sign of zero stays scalar.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kind = arguments[0].type
+            function = builder.module.declare_intrinsic("llvm.maxnum", [kind], ir.FunctionType(kind, [kind] * 2))
+            return builder.call(function, arguments, fastmath=("nnan", "nsz"))
 
         return a(a, a), generate
 

@@ -46,7 +46,7 @@ from vllm_gumbel.kernels.launch_numba import SERIAL_IDS, WORKSPACE_TYPES, Kernel
 from vllm_gumbel.kernels.masses_numba import mass
 from vllm_gumbel.kernels.noise_numba import row_keys
 from vllm_gumbel.kernels.scratch_numba import scratch_of
-from vllm_gumbel.kernels.select_numba import collect, cut_of_top_k, keep_cut, nth_largest
+from vllm_gumbel.kernels.select_numba import bound_of_nth, collect, cut_of_top_k, keep_cut
 
 _PER_LN2 = F32(1 / math.log(2.0))
 
@@ -115,9 +115,7 @@ def list_best(row: Any, n: Any, scratch: Any) -> None:
     blocks = blocks_in(I64(0), vocab)
     bound = MINUS_INFINITY
     if n <= blocks:
-        for b in range(blocks):
-            scratch.values[b] = scratch.largest[b]
-        bound = nth_largest(scratch.values[:blocks], n)
+        bound = bound_of_nth(scratch.largest[:blocks], n)
     found = collect(row, vocab, bound, F32(1), scratch)
     if found > n:
         cut_x, cut_id = cut_of_top_k(ids[:found], xs[:found], n, scratch.values)

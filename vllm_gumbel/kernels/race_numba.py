@@ -16,6 +16,8 @@ from vllm_gumbel.kernels.blocks_numba import (
     bound_offset,
     bound_slope,
     first_at_least,
+    first_block_at_least,
+    largest_of,
     mark_possible,
     may_win,
     write_words,
@@ -25,6 +27,12 @@ from vllm_gumbel.kernels.jit_numba import F32, F64, I32, I64, U16, U32, U64, jit
 from vllm_gumbel.kernels.noise_numba import first_pair, score, word_of_pair
 
 INFINITY = F64("inf")
+
+#: How many blocks are raced first, best promise first: each takes a look at all promises, and spares about two blocks.
+OPENINGS = 4
+
+TAKEN = I64(-(2**62))
+_BLOCK_BITS = 24  # of 256 ids each: rows of up to 2^32 ids
 
 
 @jit(inline=True)
@@ -85,36 +93,42 @@ def race_blocks(
     """
     use_widest_vectors()
     winner, second = I64(-1), -INFINITY
-    pairs, marks = scratch.pairs, scratch.marks
     blocks = blocks_in(start, stop)
     slope = bound_slope(temperature)
     rules = Rules(temperature, bound, cut_x, cut_id, slope)
-    opened = I64(-1)
-    if best == -INFINITY:
-        # Two likely winners first, so that the bounds rule out much from the start: the best logit of all, and the
-        # block where logit and noise together promise most.
-        top, opened = opening_blocks(largest[:blocks], words, bound, slope)
-        if top < 0:
+    largest, block_marks, promises = largest[:blocks], scratch.block_marks, scratch.promises[:blocks]
+    opened = best == -INFINITY
+    if opened:
+        # Likely winners first, so that the bounds rule out much from the start: the best logit of all, and the blocks
+        # where logit and noise together promise most.
+        top = largest_of(largest)
+        if top < bound or top == MINUS_INFINITY:
             return winner, best, second
-        i = first_at_least(logits, start + top * BLOCK, stop, largest[top])
+        i = first_at_least(logits, start + BLOCK * first_block_at_least(largest, top), stop, top)
         if takes_part(logits[i], i, rules):
             winner, best, second = enter(i, F32(widen(logits[i]) / temperature), winner, best, second, keys)
-        winner, best, second = scan_block(
-            logits, start + opened * BLOCK, stop, rules, keys, winner, best, second, pairs, marks
-        )  # fmt: skip
-    block_marks = scratch.block_marks
+        promise_blocks(largest, words, bound, slope, promises)
+        for _ in range(OPENINGS):
+            b = take_best_promise(promises)
+            if b < 0:
+                break
+            winner, best, second = scan_block(
+                logits, start + b * BLOCK, stop, rules, keys, winner, best, second, scratch
+            )
     offset = bound_offset(best)
-    mark_possible(largest[:blocks], words, bound, slope, offset, block_marks)
+    mark_possible(largest, words, bound, slope, offset, block_marks)
     groups = block_marks.view(U64)
     for g in range((blocks + 7) >> 3):
         if groups[g] == U64(0):
             continue
         for b in range(8 * g, 8 * g + 8):
-            if block_marks[b] == 0 or b == opened or not may_win(largest[b], words[b], slope, offset):
+            if block_marks[b] == 0 or not may_win(largest[b], words[b], slope, offset):
+                continue
+            if opened and promises[b] == TAKEN:
                 continue
             winner, best, second = scan_block(
-                logits, start + b * BLOCK, stop, rules, keys, winner, best, second, pairs, marks
-            )  # fmt: skip
+                logits, start + b * BLOCK, stop, rules, keys, winner, best, second, scratch
+            )
             offset = bound_offset(best)
     return winner, best, second
 
@@ -139,14 +153,15 @@ def scan_block(
     winner: Any,
     best: Any,
     second: Any,
-    pairs: Any,
-    marks: Any,
+    scratch: Any,
 ) -> Any:
     """Return (winner, best, second) after a block of ids, `first` and up, was tested and what may win was scored."""
+    pairs, marks = scratch.pairs, scratch.marks
     last = min(first + BLOCK, stop)
     write_words(first, last, keys, pairs)
     words = pairs.view(U16)[first & 1 :]
-    mark_possible(logits[first:last], words, rules.bound, rules.slope, bound_offset(best), marks)
+    if not mark_possible(logits[first:last], words, rules.bound, rules.slope, bound_offset(best), marks):
+        return winner, best, second
     groups = marks.view(U64)
     for g in range((last - first + 7) >> 3):
         if groups[g] == U64(0):
@@ -168,20 +183,37 @@ def takes_part(logit: Any, token: Any, rules: Any) -> Any:
 
 
 @jit(inline=True)
-def opening_blocks(largest: Any, words: Any, bound: Any, slope: Any) -> Any:
-    """Return the block of the largest logit, and that with the largest bound on its score; -1 if none reaches `bound`.
+def promise_blocks(largest: Any, words: Any, bound: Any, slope: Any, promises: Any) -> None:
+    """Write for every block how much its largest logit and smallest h16 together promise; the block in the low bits.
 
     The bits of a float32 are about 2^23 times its logarithm to base 2, which is all the accuracy a guess needs.
+
+    Args:
+        largest: float32 [blocks].
+        words: uint16 [blocks].
+        bound: float32; a block below it promises nothing.
+        slope: of the bound on scores.
+        promises: int64 [blocks], written.
     """
-    top, opened, promise = I64(-1), I64(-1), MINUS_INFINITY
+    use_widest_vectors()
     for b in range(len(largest)):
-        if largest[b] >= bound:
-            if top < 0 or largest[b] > largest[top]:
-                top = I64(b)
-            guess = F32(largest[b] * slope) - F32(F32(F32(words[b]) + F32(0.5)).view(I32))
-            if opened < 0 or guess > promise:
-                opened, promise = I64(b), guess
-    return top, opened
+        noise = F32(F32(words[b]) + F32(0.5)).view(I32)
+        promise = F32(largest[b] * slope) - F32(noise)
+        promises[b] = (I64(promise) << I64(_BLOCK_BITS)) | I64(b) if largest[b] >= bound else I64(TAKEN)
+
+
+@jit(inline=True)
+def take_best_promise(promises: Any) -> Any:
+    """Return the block that promises most, and mark it as taken; -1 if none is left."""
+    use_widest_vectors()
+    best = I64(TAKEN)
+    for b in range(len(promises)):
+        best = max(best, promises[b])
+    if best == TAKEN:
+        return I64(-1)
+    block = best & I64((1 << _BLOCK_BITS) - 1)
+    promises[block] = TAKEN
+    return block
 
 
 @jit

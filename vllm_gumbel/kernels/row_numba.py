@@ -26,7 +26,14 @@ from vllm_gumbel.kernels.noise_numba import row_keys
 from vllm_gumbel.kernels.nucleus_numba import cut_of_nucleus
 from vllm_gumbel.kernels.race_numba import INFINITY, is_tied, race_blocks, race_list
 from vllm_gumbel.kernels.scratch_numba import scratch_of
-from vllm_gumbel.kernels.select_numba import bound_of_min_p, collect, cut_of_top_k, keep_cut, nth_largest, write_kept
+from vllm_gumbel.kernels.select_numba import (
+    bound_of_min_p,
+    bound_of_nth,
+    collect,
+    cut_of_top_k,
+    keep_cut,
+    write_kept,
+)
 
 #: Bit in a row's flags that says: the reference has to draw it. Never leaves `sample_numba`.
 UNDECIDED_ROW = 128
@@ -73,7 +80,8 @@ def draw_row(
     if noisy and (temperature == INFINITY or min_p > 1):
         return I64(-1), UNDECIDED_ROW
     keys = row_keys(seed, position, stream, salt)
-    with_words = noisy and top_k == 0 and not min_p > 0
+    # A float32 row takes longer to read than the noise to compute; of a shorter one, min_p may spare most of the noise.
+    with_words = noisy and top_k == 0 and (row.itemsize > 2 or not min_p > 0)
 
     flags = 0
     nan, infinite = summarise_blocks(row, I64(0), limit, largest, with_words, words, keys)
@@ -118,7 +126,7 @@ def draw_row(
             row, limit, temperature, top_k, top_p, x_max, lowest_x, bound, keys, wanted, scratch
         )
     else:
-        if min_p > 0:
+        if not with_words:
             words_of_blocks(I64(0), limit, largest, bound, words, keys)
         token, score, cut_x, cut_id, decided = draw_from_row(
             row, limit, temperature, top_p, x_max, bound, keys, wanted, scratch
@@ -172,9 +180,7 @@ def draw_from_list(
     """
     ids, xs, blocks = scratch.ids, scratch.xs, blocks_in(I64(0), limit)
     if top_k <= blocks:
-        for b in range(blocks):
-            scratch.values[b] = scratch.largest[b]
-        x = F32(nth_largest(scratch.values[:blocks], top_k) / temperature)
+        x = F32(bound_of_nth(scratch.largest[:blocks], top_k) / temperature)
         if x > lowest_x:
             bound = least_logit(x, temperature)
     n = collect(row, limit, bound, temperature, scratch)

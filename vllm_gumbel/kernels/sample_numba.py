@@ -8,7 +8,6 @@ A row that only the reference's own order of operations can decide is drawn by i
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -210,7 +209,7 @@ def _draw_by_reference(
     global _reference_rows
     for r in np.flatnonzero(drawn.flags == UNDECIDED_ROW):
         one = slice(r, r + 1)
-        row = RowParams(**{field.name: getattr(params, field.name)[one] for field in fields(params)})
+        row = params.take(np.array([r]))
         out = None if processed is None else processed[one]
         result = sample_reference.draw(logits[one], row, usable_vocab=usable_vocab, stream=stream, processed=out)
         drawn.tokens[r], drawn.flags[r] = result.tokens[0], result.flags[0]

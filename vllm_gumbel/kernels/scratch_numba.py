@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from vllm_gumbel.kernels.blocks_numba import BLOCK
-from vllm_gumbel.kernels.jit_numba import F32, I32, U16, U32, jit
+from vllm_gumbel.kernels.jit_numba import F32, I32, I64, U16, U32, jit
 
 _FIXED = 1024  # bytes at the front for the marks and the pairs of one block
 
@@ -17,6 +17,7 @@ class Scratch(NamedTuple):
         largest: float32 [blocks]; block maxima of the ids that may be drawn, then those of the padding.
         words: uint16 [blocks]; smallest h16 of each block.
         block_marks: uint8 [blocks]; which blocks may hold a winner.
+        promises: int64 [blocks]; which blocks to race first.
         ids: int32 [vocab]; candidates, ascending.
         xs: float32 [vocab]; their tempered values.
         values: float32 [vocab]; values to select from, reordered.
@@ -28,6 +29,7 @@ class Scratch(NamedTuple):
     largest: Any
     words: Any
     block_marks: Any
+    promises: Any
     ids: Any
     xs: Any
     values: Any
@@ -36,7 +38,7 @@ class Scratch(NamedTuple):
 
 def bytes_of_workspace(vocab: int) -> int:
     """Return how much scratch memory one thread needs for rows of `vocab` ids: 16 bytes an id."""
-    return _FIXED + 7 * int(_most_blocks(vocab)) + 16 * int(_rounded(vocab))
+    return _FIXED + 15 * int(_most_blocks(vocab)) + 16 * int(_rounded(vocab))
 
 
 @jit(inline=True)
@@ -57,13 +59,15 @@ def scratch_of(workspace: Any, vocab: Any) -> Any:
     blocks, size = _most_blocks(vocab), _rounded(vocab)
     at = _FIXED + 4 * blocks
     words = at + 2 * blocks
-    lists = words + blocks
+    marks = words + blocks
+    lists = marks + 8 * blocks
     return Scratch(
         workspace[:BLOCK],
         workspace[BLOCK:_FIXED].view(U32),
         workspace[_FIXED:at].view(F32),
         workspace[at:words].view(U16),
-        workspace[words:lists],
+        workspace[words:marks],
+        workspace[marks:lists].view(I64),
         workspace[lists : lists + 4 * size].view(I32),
         workspace[lists + 4 * size : lists + 8 * size].view(F32),
         workspace[lists + 8 * size : lists + 12 * size].view(F32),

@@ -1,14 +1,21 @@
 """top-k in Numba: a lower bound from block maxima, a list of what reaches it, the exact cut within the list.
 
 The k-th largest block maximum is at most the k-th largest logit, since each of those k blocks holds a logit at least as
-large; so every id that top-k keeps reaches it.
+large; so every id that top-k keeps reaches it, and whatever k block maxima reach.
 """
 
 import math
 from typing import Any
 
-from vllm_gumbel.kernels.blocks_numba import BLOCK, blocks_in
-from vllm_gumbel.kernels.floats_numba import LARGEST_FINITE, MINUS_INFINITY, next_above, widen
+from vllm_gumbel.kernels.blocks_numba import BLOCK, blocks_in, largest_of
+from vllm_gumbel.kernels.floats_numba import (
+    LARGEST_FINITE,
+    MINUS_INFINITY,
+    float_of_key,
+    key_of_float,
+    next_above,
+    widen,
+)
 from vllm_gumbel.kernels.jit_numba import F32, F64, I32, I64, U8, U64, jit, row_of, use_widest_vectors
 
 
@@ -49,6 +56,39 @@ def collect(logits: Any, stop: Any, bound: Any, temperature: Any, scratch: Any) 
                     xs[n] = F32(widen(block[j]) / temperature)
                     n += 1
     return n
+
+
+@jit
+def bound_of_nth(values: Any, n: Any) -> Any:
+    """Return a float32 that at least n of the values reach, and seldom many more: up to n / 4 are not worth a search.
+
+    Bisection over order keys, each step one vector pass.
+
+    Args:
+        values: float32 [at least n], no NaN.
+        n: from 1.
+    """
+    low, high = I64(key_of_float(MINUS_INFINITY)), I64(key_of_float(largest_of(values))) + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        count = count_reaching(values, float_of_key(middle))
+        if count >= n:
+            low = middle
+            if count <= n + (n >> 2):
+                break
+        else:
+            high = middle
+    return float_of_key(low)
+
+
+@jit(inline=True)
+def count_reaching(values: Any, bound: Any) -> Any:
+    """Return how many of at most 2^31 - 1 values are at least `bound`."""
+    use_widest_vectors()
+    count = I32(0)
+    for j in range(len(values)):
+        count = I32(count + I32(values[j] >= bound))
+    return I64(count)
 
 
 @jit
