@@ -6,8 +6,9 @@
 
 Stock is what vLLM's V1 sampler does with a step's logits: the conversion to float32, penalties, the division by the
 temperature, min_p, `TopKTopPSampler` with or without seeded generators, and for logprobs its log-softmax, top-n and
-ranks. Ours is `sample_numba.draw` on the logits as they are, and `logprobs_numba.gather`. Stock's penalties come before
-either draw: that row of the table is stock's penalties and our draw against all of stock.
+ranks. Ours is `sample_numba.draw` on the logits as they are, `logprobs_numba.gather`, and for penalties a float32 copy
+and the sparse counts of `integration/penalties.py`. What a whole call costs, Python included, is for
+`benchmark_step.py`.
 
 Tokens and kept sets are compared with the reference before anything is timed. Then the two and `torch.amax`, the price
 of reading the logits once, take turns; stock works in place, so it gets a fresh copy each time, made outside the
@@ -63,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1, help="threads of both; 1 by default")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time spent on one cell; at least 5 turns each")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time spent on one cell; at least 3 turns each")
     parser.add_argument("--quick", action="store_true", help="V 49152, 8 rows, half a second a cell")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -153,33 +154,27 @@ class Stock:
         return step
 
 
-def our_step(mode: str, params: RowParams, stock: Stock) -> Callable[[torch.Tensor], Any]:
+def our_step(mode: str, params: RowParams, vocab: int) -> Callable[[torch.Tensor], Any]:
     """Return what we do with the logits of a step."""
-    rows = len(params.seed)
+    rows, counts = len(params.seed), []
+    if mode == "penalties":
+        from vllm import SamplingParams
+
+        from vllm_gumbel.integration.penalties import PenaltyCounts
+
+        for _ in range(rows):
+            each = PenaltyCounts(torch.randint(vocab, (200,)).tolist(), SamplingParams(repetition_penalty=1.1))
+            each.update(torch.randint(vocab, (100,)).tolist())
+            counts.append(each)
 
     def step(logits: torch.Tensor) -> Any:
-        if mode == "penalties":
-            logits = penalise(logits.to(torch.float32))
+        if counts:
+            logits = logits.to(torch.float32, copy=True)
+            for row, each in zip(logits.numpy(), counts, strict=True):
+                each.apply(row)
         values = as_array(logits)
         drawn = sample_numba.draw(values, params)
         return logprobs_numba.gather(values, drawn.tokens, 5) if mode == "logprobs=5" else drawn
-
-    prompt = output = None
-
-    def penalise(logits: torch.Tensor) -> torch.Tensor:
-        nonlocal prompt, output
-        if prompt is None:
-            prompt = torch.randint(logits.shape[1], (rows, 200))
-            output = [torch.randint(logits.shape[1], (100,)).tolist() for _ in range(rows)]
-        zero = torch.zeros(rows)
-        metadata = SimpleNamespace(
-            no_penalties=False,
-            prompt_token_ids=prompt,
-            presence_penalties=zero,
-            frequency_penalties=zero,
-            repetition_penalties=torch.full((rows,), 1.1),
-        )
-        return stock.sampler.apply_penalties(logits, metadata, output)
 
     return step
 
@@ -214,7 +209,7 @@ def time_cell(logits: torch.Tensor, ours: Callable, stock: Callable, seconds: fl
     times: dict[str, list[float]] = {"ours": [], "stock": [], "amax": []}
     wide = logits.float()
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["ours"]) < 5:
+    while time.perf_counter() < end or len(times["ours"]) < 3:
         fresh = logits.clone()
         for name, call, argument in (("ours", ours, logits), ("stock", stock, fresh), ("amax", read, wide)):
             began = clock()
@@ -264,7 +259,7 @@ def main() -> None:
         if mode == "one odd row":
             params.temperature[0], params.top_k[0] = 1.1, 7
         check(logits, params)
-        times = time_cell(logits, our_step(mode, params, stock), stock.step(mode, rows, vocab), ARGUMENTS.seconds)
+        times = time_cell(logits, our_step(mode, params, vocab), stock.step(mode, rows, vocab), ARGUMENTS.seconds)
         cell = {
             "vocab": vocab,
             "rows": rows,

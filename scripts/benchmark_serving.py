@@ -6,6 +6,9 @@ whatever else the machine does meets both. Before anything is timed, greedy outp
 medians in tokens per second, their ratio, and the share of greedy's throughput in the same run; the last line is JSON.
 
     .venv/bin/python scripts/benchmark_serving.py --rounds 5 --requests 64 --tokens 48
+
+With `--drafts N` nothing is timed: the share of draft tokens, from n-grams of each request's own text, that stock's
+rejection sampling and `gumbel`'s exact match accept, one engine after the other.
 """
 
 import argparse
@@ -29,10 +32,11 @@ SETTINGS = {
 ARMS = ("stock", "gumbel")
 
 
-def engine(model: str, arm: str, requests: int, backend: str):
-    """Return an engine of one arm."""
+def engine(model: str, arm: str, requests: int, backend: str, drafts: int = 0):
+    """Return an engine of one arm, with that many draft tokens."""
     from vllm import LLM
 
+    drafting = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
     chosen = {"sampler": "gumbel", "sampler_config": {"backend": backend}} if arm == "gumbel" else {}
     return LLM(
         model,
@@ -41,6 +45,8 @@ def engine(model: str, arm: str, requests: int, backend: str):
         max_num_seqs=requests,
         enable_prefix_caching=False,
         additional_config=chosen,
+        disable_log_stats=not drafts,
+        **({"speculative_config": drafting, "async_scheduling": False} if drafts else {}),
     )
 
 
@@ -60,6 +66,43 @@ def measure(llm, requests: int, tokens: int, setting: dict) -> tuple[float, list
     return sum(map(len, ids)) / seconds, ids
 
 
+def draft_counts(llm) -> list[float]:
+    """Return how many draft tokens were proposed, and how many accepted, since the engine started."""
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    return [found[f"vllm:spec_decode_num_{kind}_tokens"].value for kind in ("draft", "accepted")]
+
+
+def compare_drafts(arguments: argparse.Namespace) -> None:
+    """Print the accepted shares of both arms."""
+    names = [name for name in arguments.settings if "min_p" not in SETTINGS[name]]  # vLLM refuses it with drafts
+    counts: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    for arm in ARMS:
+        llm = engine(arguments.model, arm, arguments.requests, arguments.backend, arguments.drafts)
+        for name in names:
+            before = draft_counts(llm)
+            try:
+                for _ in range(arguments.rounds):
+                    measure(llm, arguments.requests, arguments.tokens, SETTINGS[name])
+            except (
+                Exception
+            ) as error:  # stock's rejection sampling ends the engine on a CPU where top_k or top_p is set
+                print(f"{arm}: {name} ended the engine: {error}", file=sys.stderr, flush=True)
+                break
+            counts[name][arm] = [now - then for now, then in zip(draft_counts(llm), before, strict=True)]
+            print(f"{arm}: {name} done", file=sys.stderr, flush=True)
+        llm.llm_engine.engine_core.shutdown()
+    print(f"\n{'accepted of drafted':20s} {'stock':>24s} {'gumbel':>24s}")
+    for name, arms in counts.items():
+        cells = [
+            f"{arms[arm][1]:.0f} of {arms[arm][0]:.0f} {arms[arm][1] / max(arms[arm][0], 1):7.3f}"
+            if arm in arms
+            else "-"
+            for arm in ARMS
+        ]
+        print(f"{name:20s} " + " ".join(f"{cell:>24s}" for cell in cells))
+    print(json.dumps({"drafts": arguments.drafts, "drafted_and_accepted": counts}))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model for vLLM; default: the one that `vllm-gumbel model` prepares")
@@ -68,6 +111,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="per request")
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--backend", default="auto", help="of the gumbel arm")
+    parser.add_argument("--drafts", type=int, default=0, help="compare accepted shares of that many draft tokens")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -78,6 +122,9 @@ def main() -> int:
 
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         arguments.model = str(prepare())
+    if arguments.drafts:
+        compare_drafts(arguments)
+        return 0
     engines = {arm: engine(arguments.model, arm, arguments.requests, arguments.backend) for arm in ARMS}
     greedy = {
         arm: measure(llm, arguments.requests, min(8, arguments.tokens), SETTINGS["greedy"])[1]

@@ -1,8 +1,11 @@
 """Speculative decoding changes no token: the real engine with an n-gram drafter against the engine without drafts."""
 
+import numpy as np
 import pytest
 
 from vllm_gumbel.integration.speculative import split
+from vllm_gumbel.kernels import sample_numba
+from vllm_gumbel.kernels.contract import RowParams
 
 PROMPTS = [
     "one two three four one two three four one two three four one two",
@@ -83,6 +86,30 @@ def test_other_seed_gives_other_tokens_with_drafts(drafting):
     first, again, other = (list(output.outputs[0].token_ids) for output in outputs)
     assert first == again
     assert first != other
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.5, 1.5])
+def test_sampled_drafts_match_as_often_as_the_coupling_promises(spread):
+    """A drafter that draws with the target's noise matches it with probability at least (1 - d) / (1 + d).
+
+    d is the total variation between the two laws (Daliri et al. 2024, theorem 1); independent noise matches far less
+    often. 40,000 draws: false alarm 1e-6 for a drafter exactly at the bound, caught with power 0.99: 1.8 percentage
+    points less. Measured shares: 0.955, 0.771, 0.389, against 0.935, 0.687, 0.288 promised.
+    """
+    generator = np.random.default_rng(int(10 * spread))
+    target = (generator.standard_normal(200) * 2).astype(np.float32)
+    draft = (target + spread * generator.standard_normal(200)).astype(np.float32)
+    trials = 40_000
+    params = RowParams.uniform(trials, seed=7)
+    params.position[:] = np.arange(trials)
+    drawn = [sample_numba.draw(np.broadcast_to(each, (trials, 200)), params).tokens for each in (target, draft)]
+    laws = [np.exp(each - each.max(), dtype=np.float64) for each in (target, draft)]
+    p, q = (law / law.sum() for law in laws)
+    distance = 0.5 * np.abs(p - q).sum()
+    bound = (1 - distance) / (1 + distance)
+    matched = (drawn[0] == drawn[1]).mean()
+    assert matched > bound - 4.75 * (bound * (1 - bound) / trials) ** 0.5
+    assert matched > 2 * (p * q).sum(), "what independent noise gives is far less"
 
 
 def test_split_cuts_drafts_by_request():
