@@ -137,6 +137,11 @@ def set_threads(threads: int | None = None) -> int:
     return _threads
 
 
+def threads() -> int:
+    """Return how many threads work on a batch."""
+    return _threads
+
+
 def side_by_side(matrix: npt.NDArray) -> npt.NDArray:
     """Return a matrix whose columns lie side by side, aligned: itself or a copy."""
     if matrix.strides[1] == matrix.itemsize and matrix.flags.aligned:
