@@ -23,7 +23,7 @@ from vllm_gumbel.kernels.blocks_numba import (
     write_words,
 )
 from vllm_gumbel.kernels.floats_numba import MINUS_INFINITY, widen
-from vllm_gumbel.kernels.jit_numba import F32, F64, I32, I64, U16, U32, U64, jit, use_widest_vectors
+from vllm_gumbel.kernels.jit_numba import F32, F64, I32, I64, U16, U32, U64, always_inline, jit, use_widest_vectors
 from vllm_gumbel.kernels.noise_numba import first_pair, score, word_of_pair
 
 INFINITY = F64("inf")
@@ -156,6 +156,7 @@ def scan_block(
     scratch: Any,
 ) -> Any:
     """Return (winner, best, second) after a block of ids, `first` and up, was tested and what may win was scored."""
+    always_inline()
     pairs, marks = scratch.pairs, scratch.marks
     last = min(first + BLOCK, stop)
     write_words(first, last, keys, pairs)
