@@ -31,8 +31,10 @@ INFINITY = F64("inf")
 #: How many blocks are raced first, best promise first: each takes a look at all promises, and spares about two blocks.
 OPENINGS = 4
 
-TAKEN = I64(-(2**62))
-_BLOCK_BITS = 24  # of 256 ids each: rows of up to 2^32 ids
+#: Below every promise; its low bits are those of no block.
+TAKEN = I64(-(2**62) - 1)
+_BLOCK_BITS = 24  # of 256 ids each: rows of almost 2^32 ids
+_LARGEST_PROMISE = F32(2.0**37)
 
 
 @jit(inline=True)
@@ -200,6 +202,8 @@ def promise_blocks(largest: Any, words: Any, bound: Any, slope: Any, promises: A
     for b in range(len(largest)):
         noise = F32(F32(words[b]) + F32(0.5)).view(I32)
         promise = F32(largest[b] * slope) - F32(noise)
+        promise = promise if promise < _LARGEST_PROMISE else _LARGEST_PROMISE
+        promise = promise if promise > -_LARGEST_PROMISE else -_LARGEST_PROMISE
         promises[b] = (I64(promise) << I64(_BLOCK_BITS)) | I64(b) if largest[b] >= bound else I64(TAKEN)
 
 
