@@ -270,7 +270,6 @@ DRAFTS = {"speculative_config": object(), "scheduler_config": SimpleNamespace(as
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"use_v2_model_runner": True}, "set VLLM_USE_V2_MODEL_RUNNER=0, or start without --sampler"),
         ({"watermark_config": object()}, "remove the watermark configuration, or start without --sampler"),
         # Watermarking brings runner V2 with it, whatever the variable says.
         ({"watermark_config": object(), "use_v2_model_runner": True}, "remove the watermark configuration"),

@@ -105,8 +105,10 @@ def test_ledger_names_everything_that_is_wrapped_or_replaced():
     ledger, code = source.split('"""', 2)[1:]
     for name in re.findall(r'_wrap\(\w+, "(\w+)"', code):
         assert name in ledger, name
-    for name in re.findall(r"gpu_model_runner\.(\w+) = ", code):
-        assert f"gpu_model_runner.{name}" in ledger, name
+    replaced = re.findall(r'_replace\(\w+, "(\w+)"', code)
+    assert replaced
+    for name in replaced:
+        assert f"`{name}`, name replaced" in ledger, name
 
 
 def test_nothing_names_this_machine_or_a_package_registry():

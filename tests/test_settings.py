@@ -15,6 +15,8 @@ SOURCES = {
     "threads": (None, ("3", 3), 2),
     "on_bad_row": ("stop", ("lowest", "lowest"), "stop"),
     "salt": (0, ("-5", -5), 2**64 - 1),
+    "noise": ("own", ("stock", "stock"), "own"),
+    "verification": ("exact", ("rejection", "rejection"), "exact"),
     "metrics": (True, ("false", False), True),
 }
 

@@ -40,8 +40,10 @@ class SamplerSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="GUMBEL_", extra="forbid", frozen=True)
 
-    backend: Literal["auto", "numba", "reference"] = Field(
-        "auto", description="Which implementation draws; `auto` takes the best one that loads and logs why."
+    backend: Literal["auto", "triton", "numba", "reference"] = Field(
+        "auto",
+        description="Which implementation draws; `auto` takes the best one that loads and logs why. `triton` draws on "
+        "accelerators, with runner V2 only.",
     )
     threads: Integer | None = Field(
         None,
@@ -59,6 +61,17 @@ class SamplerSettings(BaseSettings):
         ge=-(2**63),
         lt=2**64,
         description="Mixed into the seed of every request that sets no `gumbel_salt` of its own.",
+    )
+    noise: Literal["own", "stock"] = Field(
+        "own",
+        description="Which noise decides: `own`, or with runner V2 and backend `triton` also `stock`, the noise of "
+        "vLLM's own kernel, so that a seeded request gives the token that vLLM gives.",
+    )
+    verification: Literal["exact", "rejection"] = Field(
+        "exact",
+        description="How drafts are verified: `exact` accepts a draft that is the token drawn anyway; `rejection`, "
+        "with runner V2 only, is vLLM's way, which accepts more drafts of drafters that sample and keeps the law, not "
+        "the tokens.",
     )
     metrics: bool = Field(True, description="Whether the worker counts what it draws.")
 

@@ -6,12 +6,24 @@
 | v1.engine.input_processor.InputProcessor._build_logits_processors_params_validator | same | same | same |
 | v1.worker.worker_base.WorkerWrapperBase.init_device   | same | same | also runs a worker extension's hook |
 | v1.worker.gpu_model_runner: names Sampler, InputBatch, RejectionSampler; discard_request_mask | same | same | same |
+| v1.worker.gpu.model_runner: names Sampler, RejectionSampler | same | same | also warms up the sampler |
+| v1.worker.gpu.sample.sampler.Sampler: __init__, add_request, sample, apply_sampling_params | same | same | same |
+| v1.worker.gpu.sample.states.SamplingStates: add_request, apply_staged_writes, apply_* | same | same | \
+get_top_k_top_p takes and returns more; we do not call it |
+| v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler._verify | no verify_draft_sampled, no sampling mask \
+| both | same as 0.32 |
+| SpeculativeConfig.rejection_sample_method             | standard, synthetic, block | same | and fly |
+| v1.worker.gpu.warmup: ids of its own requests         | same | same | same |
 | v1.sample.sampler.Sampler.forward                    | same | same | on ROCm (gfx1250) a fused draw from raw logits, \
 only for batches without any logits processor; vLLM always loads its own three, so it is not reached |
 """
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
+
+from vllm_gumbel.integration import choice
+from vllm_gumbel.kernels import dispatch
+from vllm_gumbel.kernels.slots import Noise
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -46,18 +58,20 @@ def require_supported_version(found: str | None = None) -> None:
 
 
 def require_supported_features(config: "VllmConfig") -> None:
-    """Raise `UnsupportedError` if the server is asked for something that the sampler does not do yet."""
-    # First, since watermarking brings runner V2 with it, whatever the variable says.
-    if getattr(config, "watermark_config", None) is not None:
-        raise UnsupportedError(
-            "sampler 'gumbel' does not compose with watermarking: remove the watermark configuration, "
-            "or start without --sampler"
-        )
-    if config.use_v2_model_runner:
-        raise UnsupportedError(
-            "sampler 'gumbel' runs on vLLM's model runner V1 only, and this server would use V2: "
-            "set VLLM_USE_V2_MODEL_RUNNER=0, or start without --sampler"
-        )
+    """Raise `UnsupportedError` if a server with runner V1 is asked for something that the sampler does not do."""
+    _refuse_watermarking(config)
+    settings = choice.read(getattr(config, "additional_config", None)).settings
+    v2_only = {
+        "backend 'triton'": settings.backend == "triton",
+        "noise 'stock'": settings.noise == "stock",
+        "verification 'rejection'": settings.verification == "rejection",
+    }
+    for what, present in v2_only.items():
+        if present:
+            raise UnsupportedError(
+                f"sampler 'gumbel' has {what} with vLLM's model runner V2 only, and this server would use V1: "
+                "remove that setting, or set VLLM_USE_V2_MODEL_RUNNER=1"
+            )
     if config.speculative_config is not None:
         refused = {
             "asynchronous scheduling, where positions are corrected after the draw: add --no-async-scheduling": (
@@ -70,3 +84,44 @@ def require_supported_features(config: "VllmConfig") -> None:
         for what, present in refused.items():
             if present:
                 raise UnsupportedError(f"sampler 'gumbel' does not verify draft tokens together with {what}")
+
+
+def require_supported_features_v2(config: "VllmConfig", device: str) -> None:
+    """Raise `UnsupportedError` if a server with runner V2 is asked for something that the sampler does not do.
+
+    Args:
+        config: vLLM's configuration.
+        device: type of the device that will hold the logits.
+    """
+    _refuse_watermarking(config)
+    if config.diffusion_config is not None:
+        raise UnsupportedError(
+            "sampler 'gumbel' does not draw for diffusion models, which bring a sampler of their own: "
+            "start without --sampler"
+        )
+    settings = choice.read(config.additional_config).settings
+    try:
+        dispatch.candidates(settings.backend, device=device, noise=Noise[settings.noise.upper()])
+    except ValueError as error:
+        raise UnsupportedError(f"sampler 'gumbel': {error}") from None
+    if config.speculative_config is not None and settings.verification == "exact":
+        method = config.speculative_config.rejection_sample_method
+        if method != "standard":
+            raise UnsupportedError(
+                f"sampler 'gumbel' verifies drafts by exact match, and rejection_sample_method {method!r} says how to "
+                "reject them: remove it, or set verification to 'rejection'"
+            )
+
+
+def is_warm_up(request_id: str) -> bool:
+    """Return whether a request is one of those that runner V2 makes for itself, to warm up its kernels."""
+    return request_id.startswith(("_warmup_", "_v2_mixed_warmup"))
+
+
+def _refuse_watermarking(config: "VllmConfig") -> None:
+    # First of all, since watermarking brings runner V2 with it, whatever the variable says.
+    if getattr(config, "watermark_config", None) is not None:
+        raise UnsupportedError(
+            "sampler 'gumbel' does not compose with watermarking: remove the watermark configuration, "
+            "or start without --sampler"
+        )

@@ -10,13 +10,13 @@ Wrapped always, passing through for `default`; can go when vLLM has a sampler op
 - `EngineArgs.create_engine_config`: refuses a bad choice before anything starts.
 - `WorkerWrapperBase.init_device`: the last moment before the model runner is built.
 
-In a worker that chose a sampler:
+In a worker that chose a sampler, in the module of the runner it uses, `vllm.v1.worker.gpu_model_runner` for V1 and
+`vllm.v1.worker.gpu.model_runner` for V2:
 
-- `gpu_model_runner.Sampler`, name replaced: the runner builds its sampler by that name. Can go with the above.
-- `gpu_model_runner.InputBatch`, name replaced if the sampler asks for it: seed and position per row. Can go when the
-  runner hands positions to its sampler, as V2 does.
-- `gpu_model_runner.RejectionSampler`, name replaced if the sampler asks for it: drafts verified by exact match. Can go
-  with the above.
+- `Sampler`, name replaced: the runner builds its sampler by that name. Can go with the above.
+- `RejectionSampler`, name replaced if the sampler asks for it: drafts verified by exact match. Can go with the above.
+- V1 only: `InputBatch`, name replaced if the sampler asks for it: seed and position per row. Can go when the runner
+  hands positions to its sampler, as V2 does.
 
 In a process that takes requests, once a sampler was chosen:
 
@@ -33,6 +33,7 @@ import math
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_gumbel.integration import choice, compat, registry
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.gumbel")
 
-#: Names replaced in the module of vLLM's runner, with what they were.
-_stock_names: dict[str, Any] = {}
+#: Names replaced in the modules of vLLM's runners, with what they were.
+_stock_names: dict[tuple[ModuleType, str], Any] = {}
 
 #: Folders whose counters this process already shows.
 _shown_folders: set[Path] = set()
@@ -93,8 +94,9 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *arguments: A
     if chosen.is_default:
         return original(self, *arguments, **keywords)
     compat.require_supported_version()
-    cls = registry.resolve(chosen.name)
+    registry.resolve(chosen.name)
     config = original(self, *arguments, **keywords)
+    cls = registry.resolve_for_runner(chosen.name, v2=config.use_v2_model_runner)
     if cls is not None and hasattr(cls, "check_config"):
         cls.check_config(config)
     choice.carry(chosen, config)
@@ -118,7 +120,8 @@ def _prepare_frontend(chosen: choice.Choice, cls: type | None) -> None:
 
 def _build_validator(original: Callable[..., Any], self: Any) -> Callable[[Any], None]:
     stock = original(self)
-    cls = registry.resolve(choice.read(self.vllm_config.additional_config).name)
+    name = choice.read(self.vllm_config.additional_config).name
+    cls = registry.resolve_for_runner(name, v2=self.vllm_config.use_v2_model_runner)
 
     def validate(params: Any) -> None:
         _validate(cls, params)
@@ -184,19 +187,31 @@ def _init_device(original: Callable[..., Any], self: Any, *arguments: Any, **key
 
 def _choose_in_worker(chosen: choice.Choice, config: "VllmConfig") -> None:
     """Make the runner's module build the chosen sampler from now on, or vLLM's own again."""
-    if chosen.is_default and not _stock_names:
-        return
-    from vllm.v1.worker import gpu_model_runner
-
-    for name, stock in _stock_names.items():
-        setattr(gpu_model_runner, name, stock)
-    cls = registry.resolve(chosen.name)
+    for (module, name), stock in _stock_names.items():
+        setattr(module, name, stock)
+    cls = registry.resolve_for_runner(chosen.name, v2=not chosen.is_default and config.use_v2_model_runner)
     if cls is None:
         return
-    for name in ("Sampler", "InputBatch", "RejectionSampler"):
-        _stock_names.setdefault(name, getattr(gpu_model_runner, name))
-    gpu_model_runner.Sampler = partial(cls.from_vllm_config, config) if hasattr(cls, "from_vllm_config") else cls
-    if hasattr(cls, "input_batch"):
-        gpu_model_runner.InputBatch = cls.input_batch(config)
+    runner = _runner_module(config)
+    _replace(runner, "Sampler", partial(cls.from_vllm_config, config) if hasattr(cls, "from_vllm_config") else cls)
     if hasattr(cls, "verifier"):
-        gpu_model_runner.RejectionSampler = cls.verifier()
+        _replace(runner, "RejectionSampler", cls.verifier())
+    if hasattr(cls, "input_batch"):
+        _replace(runner, "InputBatch", cls.input_batch(config))
+
+
+def _runner_module(config: "VllmConfig") -> ModuleType:
+    """Return the module of the model runner that a worker will build."""
+    if config.use_v2_model_runner:
+        from vllm.v1.worker.gpu import model_runner
+
+        return model_runner
+    from vllm.v1.worker import gpu_model_runner
+
+    return gpu_model_runner
+
+
+def _replace(module: ModuleType, name: str, replacement: Any) -> None:
+    """Replace a name of a runner's module, keeping what it was."""
+    _stock_names.setdefault((module, name), getattr(module, name))
+    setattr(module, name, replacement)

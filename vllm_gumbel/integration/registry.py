@@ -7,18 +7,26 @@ A sampler comes from one of three places:
   in the API server and in every worker;
 - `--sampler module:Class`, without a name.
 
-The class is a subclass of `vllm.v1.sample.sampler.Sampler`. It is built as vLLM builds its own, or by its class method
-`from_vllm_config(vllm_config, **same_arguments)` if it has one. Optional class methods serve samplers that need more:
+vLLM has two model runners with a `Sampler` each. The class is a subclass of `vllm.v1.sample.sampler.Sampler`, for
+runner V1; its class method `for_runner_v2()`, if it has one, returns the class that draws under runner V2, a subclass
+of `vllm.v1.worker.gpu.sample.sampler.Sampler`. A subclass of the latter may be named itself and serves V2 only. A
+runner that a sampler has no class for is refused at start-up.
+
+Either class is built as vLLM builds its own, or by its class method `from_vllm_config(vllm_config, **same_arguments)`
+if it has one. Optional class methods serve samplers that need more:
 
 - `check_config(vllm_config)`, called before anything starts; an exception ends the start-up with its text;
 - `validate_params(sampling_params)`, called at admission; a ValueError becomes a 400 with its text;
-- `input_batch(vllm_config)` returns what the runner builds in place of vLLM's `InputBatch`;
 - `verifier()` returns what the runner builds in place of vLLM's `RejectionSampler`;
-- `bind(model_runner)`, on the instance, called once the runner is built.
+- V1 only: `input_batch(vllm_config)` returns what the runner builds in place of vLLM's `InputBatch`;
+- V1 only: `bind(model_runner)`, on the instance, called once the runner is built.
 """
 
 from importlib import import_module
 from importlib.metadata import entry_points
+
+#: The classes that samplers derive from, by runner. V2's module is heavy and needs Triton, so it is known by name here.
+RUNNER_V1, RUNNER_V2 = "vllm.v1.sample.sampler:Sampler", "vllm.v1.worker.gpu.sample.sampler:Sampler"
 
 DEFAULT = "default"
 GROUP = "vllm_gumbel.samplers"
@@ -83,20 +91,61 @@ def check_name(name: str) -> str:
 
 
 def resolve(name: str) -> type | None:
-    """Return the class of a sampler, None for vLLM's own.
+    """Return the class of a sampler, whichever runner it is for; None for vLLM's own.
 
     Raises:
-        SamplerError: the name is unknown, the class cannot be imported, or it is no subclass of vLLM's Sampler.
+        SamplerError: the name is unknown, the class cannot be imported, or it is no subclass of a Sampler of vLLM's.
     """
-    from vllm.v1.sample.sampler import Sampler
-
     if check_name(name) == DEFAULT:
         return None
     target = name if ":" in name else samplers()[name]
     cls = _load(target) if isinstance(target, str) else target
-    if not (isinstance(cls, type) and issubclass(cls, Sampler)):
-        raise SamplerError(f"sampler {name!r}: {_target(target)} is not a subclass of vllm.v1.sample.sampler.Sampler")
+    if not (isinstance(cls, type) and (_derives(cls, RUNNER_V1) or _derives(cls, RUNNER_V2))):
+        raise SamplerError(
+            f"sampler {name!r}: {_target(target)} is not a subclass of {RUNNER_V1.replace(':', '.')}, "
+            f"nor of {RUNNER_V2.replace(':', '.')}"
+        )
     return cls
+
+
+def resolve_for_runner(name: str, *, v2: bool) -> type | None:
+    """Return the class that draws under one of vLLM's model runners, None for vLLM's own.
+
+    Args:
+        name: the sampler's.
+        v2: whether the runner is V2.
+
+    Raises:
+        SamplerError: as `resolve`, or the sampler has no class for that runner.
+    """
+    cls = resolve(name)
+    if cls is None:
+        return None
+    if not v2:
+        if not _derives(cls, RUNNER_V1):
+            raise SamplerError(_wrong_runner(name, serves="V2", used="V1", switch=1))
+        return cls
+    if not _derives(cls, RUNNER_V2):
+        if not hasattr(cls, "for_runner_v2"):
+            raise SamplerError(_wrong_runner(name, serves="V1", used="V2", switch=0))
+        cls = cls.for_runner_v2()
+        if not (isinstance(cls, type) and _derives(cls, RUNNER_V2)):
+            raise SamplerError(
+                f"sampler {name!r}: for_runner_v2() returned {cls!r}, no subclass of {RUNNER_V2.replace(':', '.')}"
+            )
+    return cls
+
+
+def _derives(cls: type, base: str) -> bool:
+    """Return whether a class derives from the one that "module:Class" names."""
+    return any(_target(ancestor) == base for ancestor in cls.__mro__)
+
+
+def _wrong_runner(name: str, *, serves: str, used: str, switch: int) -> str:
+    return (
+        f"sampler {name!r} draws for vLLM's model runner {serves} only, and this server would use {used}: "
+        f"set VLLM_USE_V2_MODEL_RUNNER={switch}, or start without --sampler"
+    )
 
 
 def _load(target: str) -> object:

@@ -122,6 +122,13 @@ class GumbelSampler(Sampler):
         return Verifier
 
     @classmethod
+    def for_runner_v2(cls) -> type:
+        """Return the class that draws under vLLM's model runner V2."""
+        from vllm_gumbel.integration import v2
+
+        return v2.GumbelSampler
+
+    @classmethod
     def check_config(cls, config: "VllmConfig") -> None:
         """Raise `UnsupportedError` for a server configuration that the sampler cannot serve; before anything starts."""
         compat.require_supported_features(config)

@@ -47,12 +47,22 @@ def end_of_sequence(config: "VllmConfig") -> int | None:
     return next(iter(ids), None) if isinstance(ids, list) else ids
 
 
-def recorder(config: "VllmConfig", backend: str) -> Recorder | None:
-    """Return what counts for this worker: of several tensor-parallel ranks, which draw the same tokens, the first."""
+def recorder(config: "VllmConfig", backend: str, noise: str = str(NOISE_VERSION)) -> Recorder | None:
+    """Return what counts for this worker, None if another one does.
+
+    Of several tensor-parallel ranks that draw the same tokens that is the first; where each draws a share of the batch
+    (`--enable-batch-sharded-sampling`), all count.
+
+    Args:
+        config: vLLM's configuration.
+        backend: label.
+        noise: label `noise_version`.
+    """
     from vllm.distributed.parallel_state import get_tp_group
 
     try:
-        if get_tp_group().rank_in_group != 0:
+        sharded = getattr(config.parallel_config, "enable_batch_sharded_sampling", None)
+        if get_tp_group().rank_in_group != 0 and not sharded:
             return None
         return Recorder(
             shared_folder(),
@@ -60,9 +70,9 @@ def recorder(config: "VllmConfig", backend: str) -> Recorder | None:
             engine=replica(config),
             build={
                 "version": vllm_gumbel.__version__,
-                "noise_version": str(NOISE_VERSION),
+                "noise_version": noise,
                 "backend": backend,
-                "runner": "v1",
+                "runner": "v2" if config.use_v2_model_runner else "v1",
                 "vllm_version": compat.vllm_version(),
             },
         )

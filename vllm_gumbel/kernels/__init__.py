@@ -22,5 +22,10 @@ Modules:
     sample_reference    the draw in NumPy, the definition
     noise_numba         the same noise for CPUs
     sample_numba        the same draw for CPUs: one call a batch, straight from the logits
-    *_numba             the parts of that draw
+    slots               parameters by request slot, as vLLM's model runner V2 keeps them
+    noise_triton        the same noise for GPUs
+    noise_stock_triton  vLLM's own noise
+    sample_triton       the same draw for GPUs, from slots, without waiting for the device
+    plan_triton         launches and bytes of a draw
+    *_numba, *_triton   the parts of those draws
 """

@@ -2,23 +2,30 @@
 
 A forced backend that is missing is an error; an automatic choice returns its reason as text, for one log line and for
 the label `backend` of `build_info`.
+
+`choose` is for rows in NumPy arrays, `choose_for_slots` for rows of tensors that point into slots (`slots.py`).
 """
 
 import importlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_gumbel.kernels.contract import Draw, Logits, RowParams, Stream
+from vllm_gumbel.kernels.slots import Noise, SlotDrawFunction, on_host
 
-#: Backend name -> module with a function `draw`, best first.
+#: Backends of the host: name -> module with a function `draw`, best first.
 BACKENDS = {
     "numba": "vllm_gumbel.kernels.sample_numba",
     "reference": "vllm_gumbel.kernels.sample_reference",
 }
+
+#: Backends that draw where the logits are, from slots only: name -> module with a function `draw`, best first.
+DEVICE_BACKENDS = {"triton": "vllm_gumbel.kernels.sample_triton"}
 
 
 class DrawFunction(Protocol):
@@ -77,6 +84,23 @@ class Backend:
         return logprobs_numba.gather(logits, tokens, top_n)
 
 
+@dataclass(frozen=True)
+class SlotBackend:
+    """A backend that was chosen for draws from slots.
+
+    Attributes:
+        name: its name.
+        draw: its draw.
+        reason: why it was chosen.
+        host: the host's backend behind it; None if it draws on the device.
+    """
+
+    name: str
+    draw: SlotDrawFunction
+    reason: str
+    host: Backend | None
+
+
 def choose(forced: str = "auto") -> Backend:
     """Return the backend named `forced`, or with "auto" the best one that is there.
 
@@ -84,16 +108,66 @@ def choose(forced: str = "auto") -> Backend:
         ValueError: no backend has that name.
         ImportError: the forced backend cannot be loaded here.
     """
+    if forced != "auto" and forced not in BACKENDS:
+        raise ValueError(f"unknown backend {forced!r}; known: auto, {', '.join(BACKENDS)}")
+    return Backend(*_load([forced] if forced != "auto" else list(BACKENDS), BACKENDS, forced))
+
+
+def choose_for_slots(forced: str = "auto", *, device: str, noise: Noise = Noise.OWN) -> SlotBackend:
+    """Return the backend named `forced`, or with "auto" the best one that is there, for draws from slots.
+
+    Args:
+        forced: name of a backend, or "auto".
+        device: type of the device that holds the logits, as torch names it.
+        noise: which noise it has to draw with.
+
+    Raises:
+        ValueError: no backend of that name draws with that noise on that device.
+        ImportError: the forced backend cannot be loaded here.
+    """
+    names = candidates(forced, device=device, noise=noise)
+    name, draw, reason = _load(names, DEVICE_BACKENDS | BACKENDS, forced)
+    if name in DEVICE_BACKENDS:
+        return SlotBackend(name, draw, reason, host=None)
+    return SlotBackend(name, on_host(draw), reason, host=Backend(name, draw, reason))
+
+
+def candidates(forced: str, *, device: str, noise: Noise) -> list[str]:
+    """Return the names of the backends that may draw from slots, best first, without loading any.
+
+    Arguments and ValueError as those of `choose_for_slots`.
+    """
+    known = [*DEVICE_BACKENDS, *BACKENDS]
+    if forced != "auto" and forced not in known:
+        raise ValueError(f"unknown backend {forced!r}; known: auto, {', '.join(known)}")
+    if noise != Noise.OWN and forced in BACKENDS:
+        raise ValueError(f"noise 'stock' needs backend 'triton', got backend {forced!r}")
+    there = device != "cpu" or _interprets_triton()
+    if not there and (forced in DEVICE_BACKENDS or noise != Noise.OWN):
+        asked = f"backend {forced!r}" if forced in DEVICE_BACKENDS else "noise 'stock'"
+        raise ValueError(f"{asked} needs an accelerator; on a CPU, only Triton's interpreter (TRITON_INTERPRET=1) runs")
     if forced != "auto":
-        if forced not in BACKENDS:
-            raise ValueError(f"unknown backend {forced!r}; known: auto, {', '.join(BACKENDS)}")
-        return Backend(forced, importlib.import_module(BACKENDS[forced]).draw, "forced by setting")
+        return [forced]
+    if noise != Noise.OWN:
+        return list(DEVICE_BACKENDS)
+    return known if device != "cpu" else list(BACKENDS)
+
+
+def _load(names: list[str], modules: dict[str, str], forced: str) -> tuple[str, Any, str]:
+    """Return name, draw and reason of the first backend that loads."""
+    if forced != "auto":
+        return forced, importlib.import_module(modules[forced]).draw, "forced by setting"
     missing = []
-    for name, module in BACKENDS.items():
+    for name in names:
         try:
-            loaded = importlib.import_module(module)
+            loaded = importlib.import_module(modules[name])
         except ImportError as error:
             missing.append(f"{name} is missing ({error})")
             continue
-        return Backend(name, loaded.draw, "; ".join([*missing, f"{name} is the first backend that loads"]))
+        return name, loaded.draw, "; ".join([*missing, f"{name} is the first backend that loads"])
     raise ImportError(f"no backend can be loaded: {'; '.join(missing)}")
+
+
+def _interprets_triton() -> bool:
+    """Return whether Triton runs in its interpreter, by the variable and the values that Triton reads."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

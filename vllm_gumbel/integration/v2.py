@@ -1,0 +1,281 @@
+"""The sampler `gumbel` for vLLM's model runner V2.
+
+Everything before the draw is the parent's: logit bias, penalties, bad words, processors of others, thinking budgets;
+and everything after it: trace replay, logprobs, sampling masks. The draw, with its temperature and filters, is ours, on
+the device that holds the logits and without waiting for it: what the host has to know, it knows from the requests.
+
+What V2 calls the position of a row, the index of the last token fed to the model, is what V1's rows use too. So with
+equal logits a seeded request gets the same token under either runner.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.states import RequestState
+
+import vllm_gumbel
+from vllm_gumbel.integration import choice, compat, worker
+from vllm_gumbel.integration.rows import SeedSource
+from vllm_gumbel.integration.slots import SlotStates, requests_of_rows
+from vllm_gumbel.integration.tally import Tally
+from vllm_gumbel.kernels import dispatch
+from vllm_gumbel.kernels.contract import NO_TOKEN, NOISE_VERSION
+from vllm_gumbel.kernels.slots import Noise
+from vllm_gumbel.params import GumbelParams, ParamsError, check_seed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("vllm.gumbel")
+
+#: Keys of a request that act under runner V2.
+HONOURED = frozenset({"gumbel_salt"})
+
+
+class GumbelSampler(Sampler):
+    """Draws every token as argmax(logit / temperature + noise(seed, position, token)).
+
+    Args:
+        vllm_config: vLLM's configuration, which carries our settings.
+        max_num_reqs: number of slots.
+        vocab_size: vocabulary size.
+        device: device that will hold the logits.
+        req_states: the runner's requests, by slot.
+        stock: further arguments that vLLM gives its own sampler.
+    """
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        max_num_reqs: int,
+        vocab_size: int,
+        device: torch.device,
+        req_states: RequestState,
+        **stock: Any,
+    ) -> None:
+        super().__init__(vllm_config, max_num_reqs, vocab_size, device, req_states, **stock)
+        self.settings = choice.read(vllm_config.additional_config).settings
+        self.sampling_states = SlotStates(
+            max_num_reqs,
+            vocab_size,
+            seeds=SeedSource(vllm_config.model_config.seed, worker.replica(vllm_config)),
+            settings=self.settings,
+            default_stop=worker.end_of_sequence(vllm_config),
+        )
+        self._usable_vocab = worker.usable_vocab(vllm_config)
+        self._noise = Noise[self.settings.noise.upper()]
+        if self._noise == Noise.STOCK and self.use_fp64_gumbel:
+            self._noise = Noise.STOCK_FP64
+        self.backend = dispatch.choose_for_slots(self.settings.backend, device=device.type, noise=self._noise)
+        if self.backend.host is not None:
+            self.backend.host.prepare(
+                vocab_size,
+                worker.logits_dtypes(vllm_config),
+                self.settings.threads or torch.get_num_threads(),
+                lambda line: logger.info("vllm-gumbel: %s", line),
+            )
+        elif device.type != "cpu":
+            rows = max_num_reqs * (1 + self.num_speculative_tokens)
+            self.compile(vocab_size, device, {vllm_config.model_config.dtype, torch.float32}, rows)
+        noise = str(NOISE_VERSION) if self._noise == Noise.OWN else self.settings.noise
+        recorder = worker.recorder(vllm_config, self.backend.name, noise) if self.settings.metrics else None
+        self._tally = None if recorder is None else Tally(recorder)
+        self._flags: list[torch.Tensor] = []
+        logger.info(
+            "vllm-gumbel %s draws with backend %r (%s), noise version %s",
+            vllm_gumbel.__version__,
+            self.backend.name,
+            self.backend.reason,
+            noise,
+        )
+
+    @classmethod
+    def check_config(cls, config: "VllmConfig") -> None:
+        """Raise `UnsupportedError` for a server configuration that the sampler cannot serve; before anything starts."""
+        compat.require_supported_features_v2(config, current_platform.device_type)
+
+    @classmethod
+    def validate_params(cls, params: "SamplingParams") -> None:
+        """Raise `ValueError` for a request that the draw cannot honour; at admission, where it becomes a 400."""
+        refuse_unhonoured(GumbelParams.from_extra_args(params.extra_args))
+        check_seed(params.seed)
+
+    @classmethod
+    def verifier(cls) -> type:
+        """Return the class that verifies draft tokens."""
+        from vllm_gumbel.integration.speculative_v2 import Verifier
+
+        return Verifier
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+        """Return the tokens and logprobs of a step; see the parent."""
+        return self.finish(super().__call__(logits, input_batch), input_batch)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: np.ndarray,
+        return_logprobs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw one token per row; arguments and results are the parent's."""
+        layout = (expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos)
+        edited = self.edit(logits, *layout, seq_lens_upper_bound_np)
+        return self.draw(logits, edited, expanded_idx_mapping, idx_mapping_np, pos, logprobs=return_logprobs)
+
+    def edit(self, logits: torch.Tensor, *layout: Any) -> torch.Tensor:
+        """Return logits after everything that comes before the draw.
+
+        Args:
+            logits: [rows, vocab].
+            layout: the further arguments of the parent's `apply_sampling_params`.
+
+        Returns:
+            `logits` itself if nothing changes it, else a float32 copy.
+        """
+        return super().apply_sampling_params(logits, *layout, skip_top_k_top_p=True)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        edited: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: np.ndarray,
+        positions: torch.Tensor,
+        *,
+        logprobs: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw one token per row.
+
+        Args:
+            logits: float32, bfloat16 or float16 [rows, vocab], as the model gave them. If their logprobs are wanted,
+                what JSON cannot carry is replaced in them, after the draw.
+            edited: those logits after processors; the same tensor, or float32 of the same shape.
+            slots: integers [rows]; the slot of each row, negative for a row that belongs to no request.
+            slots_np: the slots of the batch, on the host.
+            positions: int64 [rows].
+            logprobs: whether logprobs are wanted.
+
+        Returns:
+            int64 [rows] token ids, with `on_bad_row` applied; and `edited`, or in its place float32 [rows, vocab]
+            logits after the filters if logprobs or a sampling mask need those.
+        """
+        shows_processed = self.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        processed = None
+        if self.return_sampling_mask or (logprobs and shows_processed):
+            processed = torch.empty(edited.shape, dtype=torch.float32, device=edited.device)
+        tokens = self._draw(edited, slots, slots_np, positions, processed)
+        tokens = torch.where(tokens == NO_TOKEN, self.sampling_states.bad_row_token.gpu[slots], tokens)
+        if processed is not None:
+            make_presentable(processed)
+        if logprobs and not shows_processed:
+            make_presentable(logits)
+        return tokens, edited if processed is None else processed
+
+    def apply_sampling_params(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        *layout: Any,
+    ) -> torch.Tensor:
+        """Return float32 [rows, vocab] logits after processors, temperature and filters: what vLLM's verifier asks for.
+
+        A row without any candidate is left with the token that `on_bad_row` calls for.
+        """
+        edited = self.edit(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, *layout)
+        processed = torch.empty(edited.shape, dtype=torch.float32, device=edited.device)
+        tokens = self._draw(edited, expanded_idx_mapping, idx_mapping_np, pos, processed)
+        instead = self.sampling_states.bad_row_token.gpu[expanded_idx_mapping].unsqueeze(1)
+        kept = processed.gather(1, instead).masked_fill((tokens == NO_TOKEN).unsqueeze(1), 0)
+        return processed.scatter_(1, instead, kept)
+
+    def compile(self, vocab: int, device: torch.device, dtypes: Iterable[torch.dtype], rows: int) -> None:
+        """Draw once in every way that is compiled apart, so that no request waits for a compiler.
+
+        Args:
+            vocab: vocabulary size.
+            device: where logits will be.
+            dtypes: the logits' to come: the model's, and float32 once something has changed them.
+            rows: most rows of a step.
+        """
+        from vllm_gumbel.kernels import sample_triton
+
+        began = time.monotonic()
+        logger.info("vllm-gumbel: compiling the draw's kernels, or loading them from Triton's cache")
+        for dtype in dtypes:
+            sample_triton.warm_up(vocab, dtype, device, usable_vocab=self._usable_vocab, noise=self._noise, rows=rows)
+        logger.info("vllm-gumbel: draw kernels ready after %.1f s", time.monotonic() - began)
+
+    def finish(self, output: SamplerOutput, input_batch: InputBatch) -> SamplerOutput:
+        """Count a step, and return its output with logprobs that JSON can carry."""
+        flags, self._flags = self._flags, []
+        first = input_batch.req_ids[0]
+        if self._tally is not None and first in self.req_states.req_id_to_index and not compat.is_warm_up(first):
+            self._tally.add(torch.cat(flags), sent_rows(output.num_sampled, input_batch))
+        if output.logprobs_tensors is not None:
+            make_presentable(output.logprobs_tensors.logprobs)  # a row without any candidate has no logprobs
+        return output
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: np.ndarray,
+        positions: torch.Tensor,
+        processed: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the drawn tokens, `NO_TOKEN` where there is no candidate, and keep the flags for `finish`."""
+        drawn = self.backend.draw(
+            logits,
+            self.sampling_states.params(),
+            slots.to(torch.int32),  # vLLM's profiling run has int64
+            positions,
+            self.sampling_states.filters(slots_np),
+            usable_vocab=self._usable_vocab,
+            noise=self._noise,
+            processed=processed,
+        )
+        self._flags.append(drawn.flags)
+        return drawn.tokens
+
+
+def refuse_unhonoured(params: GumbelParams) -> None:
+    """Raise `ParamsError` for the first key of a request that has no effect under runner V2."""
+    for key in sorted(params.model_fields_set - HONOURED):
+        raise ParamsError(key, "has an effect under vLLM's model runner V1 only", getattr(params, key))
+
+
+def make_presentable(values: torch.Tensor) -> None:
+    """Replace in place what JSON cannot carry: NaN by -inf, which vLLM's server floors, +inf by the largest number."""
+    values.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(values.dtype).max, neginf=-torch.inf)
+
+
+def sent_rows(num_sampled: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
+    """Return, bool [rows], which rows of a step gave a token that is sent.
+
+    Args:
+        num_sampled: integers [requests]; how many tokens each request gets, 0 for an unfinished prompt.
+        input_batch: the batch; with drafts a request has several rows, of which it gets the first `num_sampled`.
+    """
+    if not input_batch.num_draft_tokens:
+        return num_sampled > 0
+    offsets = input_batch.expanded_local_pos
+    return offsets < num_sampled[requests_of_rows(input_batch.cu_num_logits, len(offsets))]
