@@ -21,7 +21,7 @@ from vllm_gumbel.metrics.recorder import Recorder
 
 SPAWN = multiprocessing.get_context("spawn")
 BUILD = {"version": "1", "noise_version": "1", "backend": "reference", "runner": "v1", "vllm_version": "0"}
-SAMPLED, ANOMALOUS, FAULTS, INFO = (metric.exposed_name for metric in catalogue.CATALOGUE)
+SAMPLED, ANOMALOUS, FAULTS, GIVEN_UP, REJECTED, INFO = (metric.exposed_name for metric in catalogue.CATALOGUE)
 KINDS = ("nonfinite_logits", "no_candidate", "padded_id")
 
 
@@ -85,11 +85,11 @@ def test_names_and_labels_are_unique_and_well_formed():
     for metric in catalogue.CATALOGUE:
         assert re.fullmatch(r"vllm_gumbel_[a-z0-9_]*[a-z0-9]", metric.exposed_name)
         assert metric.exposed_name.endswith("_total") == (metric.kind == "counter")
-        assert metric.kind in ("counter", "gauge")
+        assert metric.kind in ("counter", "gauge", "summary")
         assert metric.help.strip().endswith(".")
         assert len(set(metric.label_names)) == len(metric.label_names)
         assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in metric.label_names)
-        assert metric.label_names[:3] == catalogue.COMMON_LABELS == ("model_name", "engine", "arm")
+        assert not metric.common or metric.label_names[:3] == catalogue.COMMON_LABELS == ("model_name", "engine", "arm")
 
 
 def test_recorder_exposes_the_whole_table_from_the_start(folder):
@@ -97,15 +97,16 @@ def test_recorder_exposes_the_whole_table_from_the_start(folder):
     make_recorder(folder, engine=3)
     shown = samples(FolderCollector(folder).collect())
     common = {"model_name": "m", "engine": "3", "arm": "gumbel"}
-    expected = {(SAMPLED, frozenset(common.items())): [0.0]}
+    expected = {(SAMPLED, frozenset({**common, "arm": arm}.items())): [0.0] for arm in ("gumbel", "default")}
+    expected |= {(f"{GIVEN_UP}_{part}", frozenset(common.items())): [0.0] for part in ("count", "sum")}
     expected |= {(ANOMALOUS, frozenset({**common, "kind": kind}.items())): [0.0] for kind in KINDS}
     expected[(FAULTS, frozenset({**common, "part": "recorder"}.items()))] = [0.0]
     expected[(INFO, frozenset({**common, **BUILD}.items()))] = [1.0]
     assert shown == expected
-    by_name = {metric.exposed_name: metric for metric in catalogue.CATALOGUE}
+    by_name = {metric.exposed_name: metric for metric in catalogue.CATALOGUE if metric.exposed_name != REJECTED}
     for name, labels in shown:
-        assert {label for label, _ in labels} == set(by_name[name].label_names)
-    assert set(by_name) == {name for name, _ in shown}
+        assert {label for label, _ in labels} == set(by_name[re.sub("_(count|sum)$", "", name)].label_names)
+    assert set(by_name) == {re.sub("_(count|sum)$", "", name) for name, _ in shown}
     assert set(KINDS) == set(catalogue.AnomalyKind)
 
 
@@ -157,7 +158,7 @@ def test_workers_counters_are_shown_once_and_survive_vllms_clean_up(folder, monk
             plugin._show_metrics()
             unregister_vllm_metrics()
         shown = {key: each for key, each in samples(get_prometheus_registry().collect()).items() if key[0] == SAMPLED}
-        assert list(shown.values()) == [[2.0]]
+        assert list(shown.values()) == [[2.0], [0.0]]
         text = prometheus_client.generate_latest(get_prometheus_registry()).decode()
         assert f'{SAMPLED}{{arm="gumbel",engine="0",model_name="m"}} 2.0' in text
     finally:
@@ -190,8 +191,11 @@ def test_with_a_folder_of_the_host_everything_is_shown_once(tmp_path, monkeypatc
     plugin._show_metrics()
     assert set(prometheus_client.REGISTRY._collector_to_names) == before, "the host shows the folder already"
     shown = samples(get_prometheus_registry().collect())
-    assert {name: each for (name, _), each in shown.items() if name != ANOMALOUS} == {
+    ours = {name: each for (name, labels), each in shown.items() if ("arm", "default") not in labels}
+    assert {name: each for name, each in ours.items() if name != ANOMALOUS} == {
         SAMPLED: [13.0],
+        f"{GIVEN_UP}_count": [0.0],
+        f"{GIVEN_UP}_sum": [0.0],
         FAULTS: [0.0],
         INFO: [1.0],
         "of_the_host_total": [200.0],

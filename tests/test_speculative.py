@@ -23,6 +23,11 @@ SETTINGS = [
     {"temperature": 0.6, "seed": 5, "frequency_penalty": 0.3, "bad_words": ["dog"]},
     {"temperature": 1.0, "seed": 6, "min_tokens": 20, "stop_token_ids": [198, 28]},
     {"temperature": 0.7, "seed": 7, "logprobs": 2},
+    {"temperature": 0.7, "seed": 8, "extra_args": {"gumbel_hybrid_steps": 12, "gumbel_salt": 5}},
+    {"temperature": 1.0, "seed": 9, "top_p": 0.9, "extra_args": {"gumbel_noise_scale": 0.5, "gumbel_top_n": 100}},
+    {"temperature": 0.5, "seed": 10, "extra_args": {"gumbel_tail_boost": 0.1}},
+    {"temperature": 0.0, "extra_args": {"gumbel_repetition_offset": 2.0}},
+    {"temperature": 0.7, "seed": 11, "top_k": 50, "extra_args": {"gumbel_sampler": "default"}},
 ]
 
 
@@ -57,7 +62,7 @@ def counter(llm, name):
 
 
 def test_drafts_change_no_token_and_no_logprob(engine, drafting):
-    """vllm#13196, vllm#6038: whatever is asked for, greedy, filters, penalties, bad words, min tokens.
+    """vllm#13196, vllm#6038: whatever is asked for, greedy, filters, penalties, bad words, min tokens, keys.
 
     Seeded requests only, since an unseeded one draws its seed when it is admitted.
     """

@@ -1,5 +1,6 @@
 """Which sampler and backend serve runner V2, what is refused there, and what is refused under V1 because of V2."""
 
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -221,11 +222,19 @@ def test_forced_backend_that_is_missing_is_an_error_and_an_automatic_choice_says
 
 def test_key_that_runner_v2_does_not_honour_is_refused():
     """Never passed over in silence."""
-    refuse_unhonoured(GumbelParams(gumbel_salt=3))
-    asked = GumbelParams.model_construct(_fields_set={"gumbel_salt", "gumbel_other"}, gumbel_salt=3)
-    object.__setattr__(asked, "gumbel_other", "x")
-    with pytest.raises(ParamsError, match=r"^gumbel_other has an effect under vLLM's model runner V1 only, got 'x'$"):
-        refuse_unhonoured(asked)
+    refuse_unhonoured(GumbelParams(gumbel_salt=3, gumbel_preset="factual", gumbel_top_n=5))
+    refuse_unhonoured(GumbelParams(gumbel_noise_scale=1.0, gumbel_sampler="gumbel", gumbel_hybrid_steps=0))
+    for key, value in {
+        "gumbel_sampler": "default",
+        "gumbel_hybrid_steps": 1,
+        "gumbel_tail_boost": 0.5,
+        "gumbel_repetition_offset": 0.1,
+        "gumbel_noise_scale": 0.5,
+        "gumbel_return_info": True,
+    }.items():
+        said = re.escape(f"{key} has an effect under vLLM's model runner V1 only, got {value!r}")
+        with pytest.raises(ParamsError, match=f"^{said}$"):
+            refuse_unhonoured(GumbelParams(gumbel_salt=3, **{key: value}))
 
 
 def test_frontend_learns_the_class_without_loading_runner_v2():

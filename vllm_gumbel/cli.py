@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -41,6 +42,69 @@ def run_settings(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_params(arguments: argparse.Namespace) -> int:
+    """Prints every key that a request can set, and every combination that is refused."""
+    from vllm_gumbel.params import CONTRADICTIONS, GumbelParams
+
+    for key, values, default, effect, cost in GumbelParams.table():
+        print(f"{key}\n    {values}; default {default}\n    {effect}\n    cost: {cost}".replace("`", ""))
+    print("\nRefused together:")
+    for rule in CONTRADICTIONS:
+        print(f"    {rule.key} and {rule.other}: {rule.reason}")
+    return 0
+
+
+def add_explain_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds vLLM's own settings, every key that a request can set, and what they are explained with."""
+    from vllm_gumbel.explain import SWEEPS
+    from vllm_gumbel.params import GumbelParams
+
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    for key, values, default, _, _ in GumbelParams.table():
+        text = f"{values}; default {default}".replace("`", "").replace("%", "%%")
+        parser.add_argument(f"--{key.replace('_', '-')}", metavar="VALUE", help=text)
+    parser.add_argument("--over", choices=list(SWEEPS), default="temperature", help="what the plot goes through")
+    parser.add_argument("--model", help="folder of a model; default: the one that `vllm-gumbel model` prepares")
+    parser.add_argument("--prompt", action="append", help="a text after which the model is asked; may be repeated")
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Prints what a combination of settings does to a model's distribution."""
+    from vllm_gumbel import explain
+    from vllm_gumbel.default_model import ModelUnavailable, prepare
+    from vllm_gumbel.params import GumbelParams, ParamsError
+
+    given = {key: _value(text) for key in GumbelParams.model_fields if (text := getattr(arguments, key)) is not None}
+    try:
+        keys = GumbelParams.from_extra_args(given, arguments.temperature)
+        setting = explain.Setting(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, keys)
+        setting.at(arguments.over, explain.SWEEPS[arguments.over][-1])
+        with contextlib.redirect_stdout(sys.stderr):
+            model = arguments.model or str(prepare())
+            logits = explain.model_logits(model, arguments.prompt or explain.PROMPTS)
+    except (ParamsError, ModelUnavailable) as error:
+        print(f"vllm-gumbel explain: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(explain.sentences(setting, logits.shape[1])))
+    plain, changed = (explain.effect(logits, each) for each in (explain.Setting(), setting))
+    print(f"\nMean over {len(logits)} texts{'':<18} the model's own     with this setting")
+    for name in ("entropy_nats", "kept_ids", "kept_mass", "kl_nats", "best"):
+        print(f"{name:<38} {getattr(plain, name):>16.6g} {getattr(changed, name):>21.6g}")
+    print("\n" + "\n".join(explain.plot(logits, setting, arguments.over)))
+    return 0
+
+
+def _value(text: str) -> object:
+    """Returns what a value on the command line is in JSON; a word stays a word."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
 class Command(NamedTuple):
     """One subcommand: its line in the help, what adds its options, and what runs it."""
 
@@ -55,6 +119,12 @@ COMMANDS = {
         add_no_arguments,
         run_model,
     ),
+    "explain": Command(
+        "print what a combination of a request's settings does to a model's distribution",
+        add_explain_arguments,
+        run_explain,
+    ),
+    "params": Command("print what a request can set, and what is refused together", add_no_arguments, run_params),
     "settings": Command(
         "print what a server can set with --sampler-config, LLM(additional_config=...) or the environment",
         add_no_arguments,

@@ -1,18 +1,32 @@
 """What one request may set: `GumbelParams`, flat keys in `SamplingParams.extra_args` or `vllm_xargs`.
 
-vLLM hands `vllm_xargs` of the OpenAI API to `extra_args` unchanged; it takes strings, numbers and flat lists of them.
-Every key of ours starts with `gumbel_`; keys of others pass untouched.
+vLLM hands `vllm_xargs` of the OpenAI API to `extra_args` unchanged; it takes strings, numbers and flat lists of them,
+and turns JSON's true and false into 1 and 0 before anybody sees them. Every key of ours starts with `gumbel_`; keys of
+others pass untouched.
+
+Two tables are the whole of it: the fields of `GumbelParams`, with range, default, effect and cost, and
+`CONTRADICTIONS`, the combinations that are refused. Every other combination composes.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 PREFIX = "gumbel_"
 
 #: vLLM carries integers between its processes as signed or unsigned 64-bit words.
 SEED_RANGE = (-(2**63), 2**64 - 1)
+
+#: Largest integer that vLLM's batch holds as `top_k`.
+MOST_INT32 = 2**31 - 1
+
+#: Temperature of a request that sets none, in `SamplingParams` and the OpenAI API; nobody can tell the two apart.
+API_TEMPERATURE = 1.0
+
+#: What `gumbel_preset` stands for: name -> temperature.
+PRESETS: Mapping[str, float] = {"creative": 1.0, "factual": 0.7}
 
 
 class ParamsError(ValueError):
@@ -29,6 +43,17 @@ class ParamsError(ValueError):
         self.value = value
 
 
+def _key(default: Any, rule: str, *, values: str, unset: str, effect: str, cost: str, **bounds: Any) -> Any:
+    """Return a field: its default and bounds, the rule as a refusal prints it, and its row of the table."""
+    row: Any = {"range": values, "default": unset, "effect": effect, "cost": cost}
+    return Field(default, description=rule, json_schema_extra=row, **bounds)
+
+
+def _switch(value: object) -> object:
+    """Return True and False for the 1 and 0 that the OpenAI API makes of them."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
 class GumbelParams(BaseModel):
     """Parameters of one request, validated.
 
@@ -37,19 +62,127 @@ class GumbelParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    gumbel_salt: int | None = Field(
+    gumbel_sampler: Literal["gumbel", "default"] = _key(
+        "gumbel",
+        "must be 'gumbel' or 'default'",
+        values="`gumbel`, `default`",
+        unset="`gumbel`",
+        effect="`default`: this request is drawn by vLLM's own sampler, in its own noise; the law is the same up to "
+        "vLLM's rounding and ties",
+        cost="what vLLM's sampler costs, for this row",
+    )
+    gumbel_salt: int | None = _key(
         None,
+        "must be an integer from -2^63 to 2^64 - 1",
+        values="integer, -2^63 to 2^64 - 1",
+        unset="the server's `salt`",
+        effect="nothing: other noise of the same law, so that equal positions of requests with one seed become "
+        "independent",
+        cost="none",
         ge=SEED_RANGE[0],
         le=SEED_RANGE[1],
-        description="must be an integer from -2^63 to 2^64 - 1",
+    )
+    gumbel_preset: str | None = _key(
+        None,
+        f"must be one of {', '.join(PRESETS)}",
+        values=", ".join(f"`{name}`" for name in PRESETS),
+        unset="none",
+        effect="a temperature: " + ", ".join(f"`{name}` {value:g}" for name, value in PRESETS.items()) + "; only where "
+        "the request's own is 1, the API's default",
+        cost="none",
+    )
+    gumbel_temperature_rule: Literal["none", "log_vocab"] = _key(
+        "none",
+        "must be 'none' or 'log_vocab'",
+        values="`none`, `log_vocab`",
+        unset="`none`",
+        effect="`log_vocab` flattens: temperature times 1 + 0.1 ln V, which is 2.08 at V = 49,152. Gumbel-Max needs no "
+        "such correction; greedy stays greedy",
+        cost="none",
+    )
+    gumbel_hybrid_steps: int = _key(
+        0,
+        f"must be an integer from 0 to {MOST_INT32}",
+        values="integer, 0 to 2^31 - 1",
+        unset="0",
+        effect="nothing: the first N generated tokens are drawn by inverting the distribution function of the same "
+        "kept set, with one uniform number of their own stream; same law, other tokens",
+        cost="about 1 ms a token at V = 49,152, for the first N",
+        ge=0,
+        le=MOST_INT32,
+    )
+    gumbel_top_n: int | None = _key(
+        None,
+        f"must be an integer from 1 to {MOST_INT32}",
+        values="integer, 1 to 2^31 - 1",
+        unset="no limit",
+        effect="sharpens: only the n best ids take part, as with `top_k` n (of both the smaller holds); the mass given "
+        "up is measured",
+        cost="about 1 ms a token at V = 49,152, for the measurement",
+        ge=1,
+        le=MOST_INT32,
+    )
+    gumbel_tail_boost: float = _key(
+        0.0,
+        "must be a number from 0 to 10",
+        values="0 to 10",
+        unset="0",
+        effect="flattens where few ids hold the mass: every logit gets c times the standard deviation of the row's "
+        "finite logits times normal noise of its own stream, after penalties, before temperature",
+        cost="about 4 ms a token at V = 49,152",
+        ge=0,
+        le=10,
+        allow_inf_nan=False,
+    )
+    gumbel_repetition_offset: float = _key(
+        0.0,
+        "must be a number from 0 to 100",
+        values="0 to 100",
+        unset="0",
+        effect="nothing until the generated text ends in at least 3 copies of a piece of 1 to 64 tokens; then the "
+        "token that would continue the loop loses r times the number of copies",
+        cost="a look at the last tokens",
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+    )
+    gumbel_noise_scale: float = _key(
+        1.0,
+        "must be a number from 0 to 1",
+        values="0 to 1",
+        unset="1",
+        effect="sharpens: noise times s, which is exactly temperature s on what the filters kept; 0 takes the best. "
+        "Seed and position fix the noise, so values of s are coupled",
+        cost="up to 4 ms a token at V = 49,152, less where filters keep few",
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+    )
+    gumbel_return_info: Annotated[bool, BeforeValidator(_switch)] = _key(
+        False,
+        "must be true or false",
+        values="true, false",
+        unset="false",
+        effect="nothing: the worker logs seed and salt of the request at debug level, so that it can be replayed",
+        cost="one line of the log",
     )
 
     @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> "GumbelParams":
+    def from_extra_args(
+        cls,
+        extra_args: Mapping[str, Any] | None,
+        temperature: float = API_TEMPERATURE,
+        presets: Mapping[str, float] = PRESETS,
+    ) -> "GumbelParams":
         """Return the parameters among `extra_args`; None stands for no extra arguments.
 
+        Args:
+            extra_args: of the request.
+            temperature: of the request.
+            presets: name -> temperature.
+
         Raises:
-            ParamsError: an unknown `gumbel_` key, a wrong type, or a value out of range.
+            ParamsError: an unknown `gumbel_` key, a wrong type, a value out of range, or a contradiction.
         """
         given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(PREFIX)}
         if not given:
@@ -60,11 +193,119 @@ class GumbelParams(BaseModel):
             if value is None:
                 raise ParamsError(key, str(cls.model_fields[key].description), value)
         try:
-            return cls(**given)
+            params = cls(**given)
         except ValidationError as error:
             key = str(error.errors(include_input=False, include_url=False, include_context=False)[0]["loc"][0])
             raise ParamsError(key, str(cls.model_fields[key].description), given[key]) from None
+        if params.gumbel_preset is not None and params.gumbel_preset not in presets:
+            raise ParamsError("gumbel_preset", f"must be one of {', '.join(presets)}", params.gumbel_preset)
+        for rule in CONTRADICTIONS:
+            if rule.holds(params, temperature):
+                raise ParamsError(rule.key, f"contradicts {rule.other}: {rule.reason}", given[rule.key])
+        return params
 
+    @classmethod
+    def table(cls) -> list[tuple[str, str, str, str, str]]:
+        """Return one (key, range, default, effect, cost) per key, in order of definition."""
+        rows = []
+        for name, field in cls.model_fields.items():
+            row: Any = field.json_schema_extra
+            rows.append((name, row["range"], row["default"], row["effect"], row["cost"]))
+        return rows
+
+    @property
+    def acts_on_rows(self) -> bool:
+        """Whether a row needs work of its own at each draw, beyond parameters that are settled at admission."""
+        return (
+            self.gumbel_sampler == "default"
+            or self.gumbel_hybrid_steps > 0
+            or self.gumbel_top_n is not None
+            or self.gumbel_tail_boost > 0
+            or self.gumbel_repetition_offset > 0
+            or self.gumbel_noise_scale < 1
+        )
+
+    def temperature(self, given: float, vocab: int, presets: Mapping[str, float] = PRESETS) -> float:
+        """Return the temperature of a request that gave `given`, for a vocabulary of `vocab` ids."""
+        tau = given if self.gumbel_preset is None else presets[self.gumbel_preset]
+        return tau * (1 + 0.1 * math.log(vocab)) if self.gumbel_temperature_rule == "log_vocab" else tau
+
+    def top_k(self, given: int) -> int:
+        """Return the `top_k` of a request that gave `given`, which is no limit where it is not positive."""
+        if self.gumbel_top_n is None:
+            return given
+        return min(given, self.gumbel_top_n) if given > 0 else self.gumbel_top_n
+
+
+class Contradiction(NamedTuple):
+    """Two things that a request cannot ask for together.
+
+    Attributes:
+        key: the key that is refused.
+        other: what it contradicts, as the refusal names it.
+        reason: why.
+        holds: whether a request with these parameters and this temperature asks for both.
+    """
+
+    key: str
+    other: str
+    reason: str
+    holds: Callable[[GumbelParams, float], bool]
+
+
+def _is_greedy(temperature: float) -> bool:
+    return temperature < 1e-5  # as in `kernels.contract`, which needs NumPy
+
+
+#: The keys that say something about our noise, and whether parameters make use of them.
+_USES_NOISE: Mapping[str, Callable[[GumbelParams], bool]] = {
+    "gumbel_salt": lambda params: params.gumbel_salt is not None,
+    "gumbel_hybrid_steps": lambda params: params.gumbel_hybrid_steps > 0,
+    "gumbel_tail_boost": lambda params: params.gumbel_tail_boost > 0,
+    "gumbel_noise_scale": lambda params: params.gumbel_noise_scale < 1,
+    "gumbel_return_info": lambda params: params.gumbel_return_info,
+}
+
+
+def _with_stock_sampler(key: str) -> Contradiction:
+    used = _USES_NOISE[key]
+    return Contradiction(
+        key,
+        "gumbel_sampler 'default'",
+        "vLLM's own sampler does not draw with this noise",
+        lambda params, temperature: params.gumbel_sampler == "default" and used(params),
+    )
+
+
+#: Everything that is refused though each part alone is valid. Greedy decoding needs no noise, so keys that merely have
+#: no effect on it pass (a salt, say); those whose only meaning is to make the token random do not.
+CONTRADICTIONS = (
+    *(_with_stock_sampler(key) for key in _USES_NOISE),
+    Contradiction(
+        "gumbel_preset",
+        "temperature",
+        "a preset sets the temperature, so the request must leave it at 1, the API's default",
+        lambda params, temperature: params.gumbel_preset is not None and temperature != API_TEMPERATURE,
+    ),
+    Contradiction(
+        "gumbel_hybrid_steps",
+        "temperature 0",
+        "greedy decoding draws nothing at random",
+        lambda params, temperature: params.gumbel_hybrid_steps > 0 and _is_greedy(temperature),
+    ),
+    Contradiction(
+        "gumbel_tail_boost",
+        "temperature 0",
+        "greedy decoding has no noise",
+        lambda params, temperature: params.gumbel_tail_boost > 0 and _is_greedy(temperature),
+    ),
+    Contradiction(
+        "gumbel_noise_scale",
+        "temperature 0",
+        "greedy decoding has no noise to scale",
+        lambda params, temperature: 0 < params.gumbel_noise_scale < 1 and _is_greedy(temperature),
+    ),
+)
 
 _DEFAULT = GumbelParams()
 

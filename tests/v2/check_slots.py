@@ -54,6 +54,27 @@ def test_salt_is_the_requests_own_or_the_servers(config, own, default, salt):
     assert int(driver.sampler.sampling_states.salt.np.view(np.uint64)[slot]) == salt % 2**64
 
 
+def test_keys_that_are_parameters_are_settled_in_the_slot(config):
+    """Preset, temperature rule and top_n; the request's own parameters stay as they were."""
+    driver = Driver(config, backend="reference")
+    states = driver.sampler.sampling_states
+    for name, parameters, temperature, top_k in (
+        ("preset", {"temperature": 1.0, "extra_args": {"gumbel_preset": "factual"}}, 0.7, 300),
+        (
+            "rule",
+            {"temperature": 0.5, "extra_args": {"gumbel_temperature_rule": "log_vocab"}},
+            0.5 + 0.05 * np.log(300),
+            300,
+        ),
+        ("greedy", {"temperature": 0, "extra_args": {"gumbel_temperature_rule": "log_vocab"}}, 0, 300),
+        ("top_n", {"temperature": 0.5, "top_k": 9, "extra_args": {"gumbel_top_n": 4}}, 0.5, 4),
+        ("top_k", {"temperature": 0.5, "top_k": 3, "extra_args": {"gumbel_top_n": 4}}, 0.5, 3),
+    ):
+        slot = driver.add(name, **parameters)
+        assert states.temperature.np[slot] == np.float32(temperature), name
+        assert states.top_k.np[slot] == top_k, name
+
+
 def test_stocks_noise_has_no_salt_so_it_goes_into_the_seed(config):
     settings = configured(config, noise="stock").additional_config["sampler_config"].carried
     states = SlotStates(4, 300, seeds=SeedSource(0, 0), settings=settings, default_stop=None)

@@ -1,7 +1,8 @@
-"""What requests ask to be changed in their logits before the draw, row by row: masks, bad words, biases, penalties.
+"""What requests ask to be changed in logits before the draw, row by row: masks, bad words, biases, penalties, keys.
 
 vLLM makes a float32 copy of the whole batch and goes over it; here only the rows concerned are copied, and each change
-touches the ids that it names. A row's values are vLLM's own, to the last bit, in vLLM's order.
+touches the ids that it names. A row's values are vLLM's own, to the last bit, in vLLM's order; what our keys change
+comes last.
 
 What only other code knows how to apply, a processor of another package or a thinking budget, is left to vLLM.
 """
@@ -14,11 +15,16 @@ from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinPLogits
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.bad_words import apply_bad_words
 
+from vllm_gumbel.integration import keys
 from vllm_gumbel.integration.rows import Rows
+from vllm_gumbel.kernels.contract import RowParams
 
 
 def edited_rows(metadata: SamplingMetadata, rows: Rows | None) -> list[int] | None:
-    """Return the rows of the batch whose logits something changes, ascending; None if that is for vLLM to do."""
+    """Return the rows of the batch whose logits something changes, ascending; None if that is for vLLM to do.
+
+    A row that keys draw in another way is among them.
+    """
     holder = metadata.thinking_budget_state_holder
     processors = metadata.logitsprocs
     if (
@@ -31,6 +37,7 @@ def edited_rows(metadata: SamplingMetadata, rows: Rows | None) -> list[int] | No
     if rows is not None:
         found.update(rows.restricted)
         found.update(row for row, _ in rows.penalties)
+        found.update(row for row, _ in rows.keyed)
     for processor in processors.non_argmax_invariant:
         if isinstance(processor, MinTokensLogitsProcessor):
             found.update(processor.min_toks)
@@ -47,6 +54,7 @@ def edit(
     drafts: Sequence[Sequence[int]] | None,
     metadata: SamplingMetadata,
     rows: Rows | None,
+    params: RowParams,
 ) -> None:
     """Change each row in place as vLLM changes the logits of the request that it belongs to.
 
@@ -57,6 +65,7 @@ def edit(
         drafts: draft tokens of every request of the batch; None if there are none.
         metadata: vLLM's.
         rows: of the batch.
+        params: of the rows of `logits`.
     """
 
     def places(row: int) -> range:
@@ -90,6 +99,8 @@ def edit(
                 penalties.push(token)
         for token in reversed(drafted_tokens):
             penalties.pop(token)
+    if rows and rows.keyed:
+        keys.edit(logits, params, keys.places(rows, request), output)
 
 
 def _mask_stops(logits: torch.Tensor, stops: set[int], structured: bool) -> None:

@@ -1,26 +1,32 @@
-"""Per-request state beside vLLM's batch: seed, salt, min_p, position.
+"""Per-request state beside vLLM's batch: seed, salt, min_p, position, keys.
 
 vLLM's model runner keeps one `InputBatch`: a request enters it when first scheduled, leaves when finished, preempted or
 not scheduled, and rows move and swap meanwhile. `RowBatch` adds to it what the draw needs. Nothing is tracked row by
 row: whenever the batch changes, vLLM rebuilds its sampling metadata, and `Rows` is then rebuilt from the batch's own
 list of requests, so that it cannot fall out of step. Positions are read from the batch at every draw.
 
-What outlives a stay in the batch, the seed of an unseeded request, is kept on the runner's `CachedRequestState`, which
-lives as long as the request.
+What outlives a stay in the batch, the seed of an unseeded request and the generator of one that vLLM's own sampler
+draws, is kept on the runner's `CachedRequestState`, which lives as long as the request.
 """
 
+import logging
 import secrets
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from vllm_gumbel.integration.penalties import PenaltyCounts
-from vllm_gumbel.kernels.contract import RowParams
+from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, RowParams
 from vllm_gumbel.params import GumbelParams
+
+logger = logging.getLogger("vllm.gumbel")
 
 
 class SeedSource:
@@ -53,6 +59,8 @@ class RequestRow:
         min_p: in [0, 1].
         stop_token: id that ends the request; None if no id does.
         penalties: what the request has seen; None if it has no penalty.
+        keys: what it set.
+        generator: torch's, if vLLM's own sampler is to draw a seeded request.
     """
 
     seed: int
@@ -60,6 +68,13 @@ class RequestRow:
     min_p: float
     stop_token: int | None
     penalties: PenaltyCounts | None = None
+    keys: GumbelParams = field(default_factory=GumbelParams)
+    generator: torch.Generator | None = None
+
+    @property
+    def is_stocks(self) -> bool:
+        """Whether vLLM's own sampler draws the request."""
+        return self.keys.gumbel_sampler == "default"
 
     @classmethod
     def of(cls, request: CachedRequestState, seeds: SeedSource, default_salt: int) -> "RequestRow":
@@ -70,14 +85,17 @@ class RequestRow:
             if not hasattr(request, "gumbel_seed"):
                 request.gumbel_seed = seeds.next()
             seed = request.gumbel_seed
-        salt = GumbelParams.from_extra_args(params.extra_args).gumbel_salt
+        keys = GumbelParams.from_extra_args(params.extra_args, params.temperature)
+        salt = (default_salt if keys.gumbel_salt is None else keys.gumbel_salt) % 2**64
         stops = [params.eos_token_id, *sorted(params.stop_token_ids or ())]
         return cls(
             seed=seed % 2**64,
-            salt=(default_salt if salt is None else salt) % 2**64,
+            salt=salt,
             min_p=params.min_p,
             stop_token=next((stop for stop in stops if stop is not None), None),
             penalties=PenaltyCounts.of(request.prompt_token_ids, params),
+            keys=keys,
+            generator=getattr(request, "gumbel_generator", None),
         )
 
 
@@ -95,6 +113,7 @@ class Rows:
         self.min_p = np.zeros(batch.max_num_reqs, np.float32)
         self.stop_token: list[int | None] = []
         self.penalties: list[tuple[int, PenaltyCounts]] = []
+        self.keyed: list[tuple[int, RequestRow]] = []  # rows whose keys act on every draw
         self.restricted: list[int] = []  # rows with `allowed_token_ids`
 
     def rebuild(self, requests: list[RequestRow]) -> None:
@@ -105,7 +124,12 @@ class Rows:
             self.min_p[i] = request.min_p
         self.stop_token = [request.stop_token for request in requests]
         self.penalties = [(i, request.penalties) for i, request in enumerate(requests) if request.penalties]
+        self.keyed = [(i, request) for i, request in enumerate(requests) if request.keys.acts_on_rows]
         self.restricted = [i for i, name in enumerate(self._batch.req_ids) if name in self._batch.has_allowed_token_ids]
+
+    def generated(self, row: int) -> int:
+        """Return how many tokens the request of a row has generated, without drafts."""
+        return int(self._batch.num_tokens_no_spec[row] - self._batch.num_prompt_tokens[row])
 
     def params(self) -> RowParams:
         """Return the parameters of the draw, one entry a row.
@@ -136,13 +160,16 @@ class RowBatch(InputBatch):
     """vLLM's batch, whose sampling metadata carries `Rows`.
 
     Requests enter without their torch generator: the draw needs none, and with one in the batch a seeded request whose
-    prompt takes several steps kills the engine on a CPU, where the runner rewinds a generator that has no offset.
+    prompt takes several steps kills the engine on a CPU, where the runner rewinds a generator that has no offset. They
+    enter with the parameters that their keys settle.
 
     Args:
         seeds: source of seeds for unseeded requests.
         default_salt: salt of requests that set none.
         arguments, keywords: vLLM's.
     """
+
+    logitsprocs_need_output_token_ids: bool
 
     def __init__(self, *arguments: Any, seeds: SeedSource, default_salt: int, **keywords: Any) -> None:
         self._seeds = seeds
@@ -154,10 +181,19 @@ class RowBatch(InputBatch):
 
     def add_request(self, request: CachedRequestState) -> int:
         """Add a request to the batch and return its row."""
-        request.generator = None
-        if request.sampling_params is not None:
-            self._request_rows[request.req_id] = RequestRow.of(request, self._seeds, self._default_salt)
-        return super().add_request(request)
+        if request.generator is not None:
+            request.gumbel_generator, request.generator = request.generator, None
+        given = request.sampling_params
+        if given is None:
+            return super().add_request(request)
+        row = self._request_rows[request.req_id] = RequestRow.of(request, self._seeds, self._default_salt)
+        if row.keys.gumbel_return_info:
+            logger.debug("vllm-gumbel: request %s draws with seed %d and salt %d", request.req_id, row.seed, row.salt)
+        request.sampling_params = settled(given, row.keys, self.vocab_size)
+        try:
+            return super().add_request(request)
+        finally:
+            request.sampling_params = given
 
     def remove_request(self, req_id: str) -> int | None:
         """Remove a request from the batch and return the row it had, None if it had none."""
@@ -165,11 +201,27 @@ class RowBatch(InputBatch):
         return super().remove_request(req_id)
 
     def _make_sampling_metadata(self) -> SamplingMetadata:
-        metadata = super()._make_sampling_metadata()
         if self._rows is None or self.is_pooling_model:
-            return metadata
+            return super()._make_sampling_metadata()
         self._rows.rebuild([self._request_rows[req_id] for req_id in self.req_ids])
+        needed = self.logitsprocs_need_output_token_ids
+        if any(request.keys.gumbel_repetition_offset > 0 for _, request in self._rows.keyed):
+            self.logitsprocs_need_output_token_ids = True  # or vLLM leaves out the tokens that were generated
+        metadata = super()._make_sampling_metadata()
+        self.logitsprocs_need_output_token_ids = needed
         return RowMetadata(**{f.name: getattr(metadata, f.name) for f in fields(metadata)}, rows=self._rows)
+
+
+def settled(params: SamplingParams, keys: GumbelParams, vocab: int) -> SamplingParams:
+    """Return a request's parameters with the keys that only set parameters applied; the same object if none does."""
+    greedy = params.temperature < GREEDY_TEMPERATURE
+    temperature = params.temperature if greedy else keys.temperature(params.temperature, vocab)
+    top_k = keys.top_k(params.top_k)
+    if (temperature, top_k) == (params.temperature, params.top_k):
+        return params
+    changed = copy(params)
+    changed.temperature, changed.top_k = temperature, top_k
+    return changed
 
 
 def detached_params(metadata: SamplingMetadata, rows: int, seeds: SeedSource, vocab: int) -> RowParams:

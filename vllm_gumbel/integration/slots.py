@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from vllm_gumbel.integration.rows import RequestRow, SeedSource
+from vllm_gumbel.integration.rows import RequestRow, SeedSource, settled
 from vllm_gumbel.kernels import noise_reference
 from vllm_gumbel.kernels.slots import Filters, SlotParams
 from vllm_gumbel.settings import SamplerSettings
@@ -62,7 +62,7 @@ class SlotStates(SamplingStates):
         if self._settings.noise == "stock" and request.salt:
             # Stock's noise has no salt, so it goes into the seed.
             seed ^= int(noise_reference.mix64(np.array([request.salt], np.uint64))[0])
-        seeded = copy(sampling_params)
+        seeded = copy(settled(sampling_params, request.keys, self.vocab_size))
         seeded.seed = _as_signed(seed)  # vLLM stores it as int64, and would fail for one of 2^63 and above
         super().add_request(req_idx, seeded)
         self.salt.np[req_idx] = _as_signed(request.salt)

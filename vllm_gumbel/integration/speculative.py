@@ -5,6 +5,9 @@ a draft is accepted exactly when it is that token, and the output equals the out
 token, for any drafter (Daliri, Musco, Musco 2024, "Coupling without communication and drafter-invariant speculative
 decoding"). Rejection sampling, vLLM's way, keeps the law of the output but not the output.
 
+A request that vLLM's own sampler draws (`gumbel_sampler` `default`) accepts no drafts: its noise is that of a generator
+which moves on with every draw.
+
 The rows of a step are drawn as if each were a request of its own, whose output ends with the drafts before that row.
 (With speculative decoding vLLM refuses min_p and a logit bias at admission, whoever verifies.)
 """
@@ -19,6 +22,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from vllm_gumbel.integration import keys
 from vllm_gumbel.integration.edits import edit
 from vllm_gumbel.integration.rows import Rows, detached_params
 from vllm_gumbel.kernels.contract import RowParams
@@ -61,9 +65,12 @@ class Verifier(RejectionSampler):
         params = expand(base, request, offset)
         raw = logits
         logits = raw.to("cpu", torch.float32, copy=True)  # the draw of this runner is on the host
-        edit(logits, request, drafts, sampling_metadata, rows)
+        edit(logits, request, drafts, sampling_metadata, rows, params)
+        where = keys.places(rows, request) if rows and rows.keyed else ()
         wanted = sampling_metadata.max_num_logprobs
-        drawn = self.sampler.draw_rows(logits, params, processed=wanted is not None and self.is_processed_logprobs_mode)
+        processed = wanted is not None and self.is_processed_logprobs_mode
+        drawn = self.sampler.draw_rows(logits, params, processed=processed, where=where)
+        self.sampler.draw_stock(drawn, logits, sampling_metadata, where)
         tokens = self.sampler.replace_bad_rows(drawn.draw, rows, request)
 
         shape = (len(drafts), int(lengths.max()))
@@ -72,13 +79,13 @@ class Verifier(RejectionSampler):
         sent = np.zeros(len(tokens), bool)
         for r, (start, draft) in enumerate(zip(accumulate(lengths, initial=0), drafts, strict=False)):
             count = 1
-            while count <= len(draft) and tokens[start + count - 1] == draft[count - 1]:
+            while start not in drawn.by_stock and count <= len(draft) and tokens[start + count - 1] == draft[count - 1]:
                 count += 1
             accepted[r, :count] = tokens[start : start + count]
             source[r, :count] = np.arange(start, start + count)
             sent[start : start + count] = True
         if rows:
-            self.sampler.count(drawn.draw.flags, sent, request)
+            self.sampler.count(drawn, sent, request)
         result = torch.from_numpy(accepted)
         output = None
         if wanted is not None:

@@ -5,8 +5,8 @@ raw logprobs before them. The draw, with its temperature and filters, is ours.
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,14 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 import vllm_gumbel
-from vllm_gumbel.integration import choice, compat, worker
+from vllm_gumbel.integration import choice, compat, keys, logprobs, stock, worker
+from vllm_gumbel.integration.drawn import Drawn
 from vllm_gumbel.integration.edits import edit, edited_rows
+from vllm_gumbel.integration.keys import Place
 from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
 from vllm_gumbel.kernels import dispatch
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Draw, Flag, RowParams
 from vllm_gumbel.metrics.recorder import Recorder
-from vllm_gumbel.params import GumbelParams, check_seed
 from vllm_gumbel.settings import SamplerSettings
 
 if TYPE_CHECKING:
@@ -35,16 +36,6 @@ logger = logging.getLogger("vllm.gumbel")
 
 #: More logprobs than this are left to vLLM, which sorts the whole row for them.
 MOST_GATHERED = 1024
-
-_LARGEST = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A draw, and float32 [rows, vocab] logits after the filters if they were asked for."""
-
-    draw: Draw
-    processed: torch.Tensor | None
 
 
 class GumbelSampler(Sampler):
@@ -71,6 +62,7 @@ class GumbelSampler(Sampler):
         use_fp64_gumbel: bool = False,
     ) -> None:
         super().__init__(logprobs_mode=logprobs_mode, use_fp64_gumbel=use_fp64_gumbel)
+        self._stock = stock.make(logprobs_mode, use_fp64_gumbel)
         self.settings = settings or SamplerSettings()
         self.backend = dispatch.choose(self.settings.backend)
         self.recorder = recorder
@@ -136,8 +128,7 @@ class GumbelSampler(Sampler):
     @classmethod
     def validate_params(cls, params: "SamplingParams") -> None:
         """Raise `ValueError` for a request that the draw cannot honour; at admission, where it becomes a 400."""
-        GumbelParams.from_extra_args(params.extra_args)
-        check_seed(params.seed)
+        keys.validate(params)
 
     def bind(self, runner: Any) -> None:
         """Learn from the model runner which draws it discards, so that they are not counted."""
@@ -175,8 +166,8 @@ class GumbelSampler(Sampler):
             tokens, _ = self.sample(self.apply_logits_processors(changed, sampling_metadata, False), sampling_metadata)
         else:
             tokens = self.draw_edited(logits, sampling_metadata, rows, edited)
-        logprobs = None if wanted is None else self.raw_logprobs(logits, tokens, wanted)
-        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=logprobs)
+        found = None if wanted is None else self.raw_logprobs(logits, tokens, wanted)
+        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=found)
 
     @staticmethod
     def apply_penalties(
@@ -190,6 +181,17 @@ class GumbelSampler(Sampler):
         for row, penalties in rows.penalties:
             penalties.update(output_token_ids[row])
             penalties.apply(values[row])
+        return logits
+
+    def apply_logits_processors(
+        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, predict_bonus_token: bool
+    ) -> torch.Tensor:
+        """Return float32 `logits` [rows, vocab] after everything that comes before the draw; see the parent."""
+        logits = super().apply_logits_processors(logits, sampling_metadata, predict_bonus_token)
+        rows: Rows | None = getattr(sampling_metadata, "rows", None)
+        if rows and rows.keyed:
+            where, output = keys.places(rows, np.arange(len(logits))), sampling_metadata.output_token_ids
+            keys.edit(logits, rows.params(), where, lambda row, drafted: output[row])
         return logits
 
     def sample(
@@ -213,11 +215,12 @@ class GumbelSampler(Sampler):
         rows: Rows | None = getattr(sampling_metadata, "rows", None)
         count, vocab = logits.shape
         params = rows.params() if rows else detached_params(sampling_metadata, count, self.seeds, vocab)
-        tempered = self._apply_foreign_processors(logits, params.temperature, sampling_metadata)
-        if tempered is not None:
-            logits, params = tempered, _with_temperature_and_min_p_applied(params)
-        drawn = self.draw_rows(logits, params, processed=wanted and mode in ("processed_logits", "processed_logprobs"))
-        tokens = self._finish(drawn.draw, rows).to(logits.device)
+        given, params = self._apply_foreign_processors(logits, params, sampling_metadata)
+        where = keys.places(rows, np.arange(count)) if rows and rows.keyed else ()
+        shown = wanted and mode in ("processed_logits", "processed_logprobs")
+        drawn = self.draw_rows(given, params, processed=shown, where=where)
+        self.draw_stock(drawn, logits, sampling_metadata, where)
+        tokens = self._finish(drawn, rows).to(logits.device)
         if drawn.processed is None or mode == "processed_logits":
             return tokens, drawn.processed
         return tokens, self.compute_logprobs(drawn.processed)
@@ -231,38 +234,78 @@ class GumbelSampler(Sampler):
         """
         count, vocab = logits.shape
         params = rows.params() if rows else detached_params(metadata, count, self.seeds, vocab)
-        if 2 * len(edited) <= count:
-            draw = self.draw_rows(logits, params, processed=False).draw
-            if edited:
-                request = np.array(edited)
-                changed = logits[request].to(torch.float32)
-                edit(changed, request, None, metadata, rows)
-                part = self.draw_rows(changed, params.take(request), processed=False).draw
-                draw.tokens[request], draw.flags[request] = part.tokens, part.flags
-        else:
-            changed = logits.to(torch.float32, copy=True)
-            edit(changed, np.arange(count), None, metadata, rows)
-            draw = self.draw_rows(changed, params, processed=False).draw
-        return self._finish(draw, rows)
+        if 2 * len(edited) > count:
+            return self._finish(self._draw_changed(logits, np.arange(count), params, metadata, rows), rows)
+        drawn = self.draw_rows(logits, params, processed=False)
+        if edited:
+            request = np.array(edited)
+            part = self._draw_changed(logits[request], request, params.take(request), metadata, rows)
+            drawn.put(part, request)
+        return self._finish(drawn, rows)
 
-    def _finish(self, draw: Draw, rows: Rows | None) -> torch.Tensor:
+    def _draw_changed(
+        self,
+        logits: torch.Tensor,
+        request: np.ndarray,
+        params: RowParams,
+        metadata: SamplingMetadata,
+        rows: Rows | None,
+    ) -> Drawn:
+        """Return the draw of `logits` [n, vocab], of the rows `request` of the batch, after their edits."""
+        changed = logits.to(torch.float32, copy=True)
+        edit(changed, request, None, metadata, rows, params)
+        where = keys.places(rows, request) if rows and rows.keyed else ()
+        drawn = self.draw_rows(changed, params, processed=False, where=where)
+        self.draw_stock(drawn, changed, metadata, where)
+        return drawn
+
+    def _finish(self, drawn: Drawn, rows: Rows | None) -> torch.Tensor:
         """Count what was noticed in a step's rows, and return their tokens, int64 [rows], on the host."""
         if rows:
-            self.count(draw.flags)
-        return torch.from_numpy(self.replace_bad_rows(draw, rows))
+            self.count(drawn)
+        return torch.from_numpy(self.replace_bad_rows(drawn.draw, rows))
 
-    def draw_rows(self, logits: torch.Tensor, params: RowParams, *, processed: bool) -> "Drawn":
-        """Draw one token per row of `logits` [rows, vocab]; with `processed`, also return them after the filters."""
+    def draw_rows(
+        self, logits: torch.Tensor, params: RowParams, *, processed: bool, where: Sequence[Place] = ()
+    ) -> Drawn:
+        """Draw one token per row of `logits` [rows, vocab], those of `where` as their keys say.
+
+        With `processed`, also return the rows after the filters.
+        """
         values = as_numpy(logits)
         out = np.empty(values.shape, np.float32) if processed else None
         draw = self.backend.draw(values, params, usable_vocab=self._usable_vocab, processed=out)
-        return Drawn(draw, None if out is None else torch.from_numpy(out).to(logits.device))
+        drawn = Drawn(draw, None if out is None else torch.from_numpy(out).to(logits.device))
+        if where:
 
-    def count(self, flags: np.ndarray, sent: np.ndarray | None = None, request: np.ndarray | None = None) -> None:
+            def kept_rows(index: np.ndarray) -> np.ndarray:
+                if out is not None:
+                    return out[index]
+                kept = np.empty((len(index), values.shape[1]), np.float32)
+                self.backend.draw(values[index], params.take(index), usable_vocab=self._usable_vocab, processed=kept)
+                return kept
+
+            keys.redraw(draw, params, where, kept_rows)
+            drawn.given_up.extend(keys.given_up(values, params, where))
+        return drawn
+
+    def draw_stock(
+        self, drawn: Drawn, logits: torch.Tensor, metadata: SamplingMetadata, where: Sequence[Place]
+    ) -> None:
+        """Let vLLM's own sampler draw the rows of `where` that ask for it; `logits` [rows, vocab] after all edits."""
+        discarded = self._discarded() if where and self._discarded else None
+        mine = [each for each in where if each.request.is_stocks and each.drafted == 0]
+        mine = [each for each in mine if discarded is None or not discarded[each.row]]
+        if not mine:
+            return
+        tokens, processed = stock.draw(self._stock, logits, metadata, mine)
+        drawn.put_stock([place.index for place in mine], tokens, processed)
+
+    def count(self, drawn: Drawn, sent: np.ndarray | None = None, request: np.ndarray | None = None) -> None:
         """Count the rows of a step that a client gets.
 
         Args:
-            flags: uint8 [rows], of the draw.
+            drawn: the step's draw.
             sent: bool [rows], whether a row's token is sent at all; None means all are.
             request: int [rows], the request that a row belongs to; None means that each row is one.
         """
@@ -272,7 +315,7 @@ class GumbelSampler(Sampler):
             kept = ~self._discarded()
             kept = kept if request is None else kept[request]
             sent = kept if sent is None else kept & sent
-        self.recorder.step(flags, sent)
+        drawn.count(self.recorder, sent)
 
     def replace_bad_rows(self, draw: Draw, rows: Rows | None, request: np.ndarray | None = None) -> np.ndarray:
         """Return the drawn tokens, int64 [rows], with the setting `on_bad_row` applied to rows that have none."""
@@ -288,53 +331,27 @@ class GumbelSampler(Sampler):
                 return LogprobsTensors(*(torch.from_numpy(each) for each in found))
         return self.finite(self.gather_logprobs(self.compute_logprobs(logits), wanted, tokens))
 
-    @staticmethod
-    def finite(logprobs: LogprobsTensors) -> LogprobsTensors:
-        """Return logprobs that JSON can carry: NaN as -inf, which vLLM's server floors, +inf as the largest float32."""
-        logprobs.logprobs.nan_to_num_(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
-        return logprobs
-
-    @staticmethod
-    def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
-        """Return float32 log-probabilities of `logits` [rows, vocab].
-
-        A NaN counts as -inf; where some logits are +inf, those share the mass. A row without any finite logit is all
-        -inf. (The parent's are NaN for every id of such rows, and a response with them is not valid JSON.)
-        """
-        logprobs = Sampler.compute_logprobs(logits)
-        bad = logprobs[:, :1].isnan().flatten()  # one NaN or +inf, or no finite logit, makes the whole row NaN
-        if bad.any():
-            row = logits[bad].float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-            infinite = row.isposinf()
-            row = torch.where(infinite.any(-1, keepdim=True), torch.where(infinite, 0.0, -torch.inf), row)
-            logprobs[bad] = row.log_softmax(dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        return logprobs
-
-    @staticmethod
-    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
-        """Return ids, logprobs and ranks of `token_ids` [rows] and of the best, none of them a NaN; see the parent."""
-        gathered = Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
-        if gathered.logprobs[:, 1:2].isnan().any():  # where there is one, topk takes it for the largest
-            cleaned = logprobs.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-            gathered = Sampler.gather_logprobs(cleaned, num_logprobs, token_ids)
-        return gathered
+    finite = staticmethod(logprobs.finite)
+    compute_logprobs = staticmethod(logprobs.compute)
+    gather_logprobs = staticmethod(logprobs.gather)
 
     def _apply_foreign_processors(
-        self, logits: torch.Tensor, temperature: np.ndarray, metadata: SamplingMetadata
-    ) -> torch.Tensor | None:
-        """Return tempered logits after all argmax-invariant processors; None if vLLM's own min_p is the only one.
+        self, logits: torch.Tensor, params: RowParams, metadata: SamplingMetadata
+    ) -> tuple[torch.Tensor, RowParams]:
+        """Return logits tempered and after all argmax-invariant processors, and what is left for the draw to do.
 
-        The draw does min_p, but another package's processor acts after it and may depend on it.
+        That is everything if vLLM's own min_p is the only one. Another package's acts after it and may depend on it.
         """
         processors = metadata.logitsprocs.argmax_invariant
         if all(isinstance(processor, MinPLogitsProcessor) for processor in processors):
-            return None
+            return logits, params
+        temperature = params.temperature
         divisor = torch.from_numpy(np.where(temperature < GREEDY_TEMPERATURE, np.float32(1), temperature))
         tempered = logits.float() / divisor.to(logits.device).unsqueeze(1)
         for processor in processors:
             tempered = processor.apply(tempered)
         greedy = torch.from_numpy(temperature < GREEDY_TEMPERATURE).to(logits.device)
-        return torch.where(greedy.unsqueeze(1), logits, tempered)
+        return torch.where(greedy.unsqueeze(1), logits, tempered), _with_temperature_and_min_p_applied(params)
 
     def _token_of_bad_row(self, rows: Rows | None, row: int) -> int:
         """Return what a row without any candidate yields, by the setting `on_bad_row`."""

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.gumbel")
 
-#: Keys of a request that act under runner V2.
-HONOURED = frozenset({"gumbel_salt"})
+#: Keys of a request that act under runner V2: those that are parameters of the draw, settled at admission.
+HONOURED = frozenset({"gumbel_salt", "gumbel_preset", "gumbel_temperature_rule", "gumbel_top_n"})
 
 
 class GumbelSampler(Sampler):
@@ -107,7 +107,7 @@ class GumbelSampler(Sampler):
     @classmethod
     def validate_params(cls, params: "SamplingParams") -> None:
         """Raise `ValueError` for a request that the draw cannot honour; at admission, where it becomes a 400."""
-        refuse_unhonoured(GumbelParams.from_extra_args(params.extra_args))
+        refuse_unhonoured(GumbelParams.from_extra_args(params.extra_args, params.temperature))
         check_seed(params.seed)
 
     @classmethod
@@ -258,8 +258,10 @@ class GumbelSampler(Sampler):
 
 
 def refuse_unhonoured(params: GumbelParams) -> None:
-    """Raise `ParamsError` for the first key of a request that has no effect under runner V2."""
+    """Raise `ParamsError` for the first key of a request that asks for something and has no effect under runner V2."""
     for key in sorted(params.model_fields_set - HONOURED):
+        if getattr(params, key) == type(params).model_fields[key].default:
+            continue
         raise ParamsError(key, "has an effect under vLLM's model runner V1 only", getattr(params, key))
 
 

@@ -23,7 +23,7 @@ class Metric:
 
     Attributes:
         name: without prefix, and without `_total` for a counter.
-        kind: "counter" or "gauge".
+        kind: "counter", "gauge" or "summary", which is shown as a sum and a count.
         help: one sentence.
         labels: names beyond those a metric carries anyway.
         common: whether it carries `COMMON_LABELS`.
@@ -49,6 +49,18 @@ class Metric:
 SAMPLED_TOKENS = Metric("sampled_tokens", "counter", "Tokens drawn, without discarded draws of unfinished prompts.")
 ANOMALOUS_TOKENS = Metric("anomalous_tokens", "counter", "Draws in which something was wrong, by kind.", ("kind",))
 FAULTS = Metric("faults", "counter", "Errors inside the sampler's own bookkeeping; tokens kept flowing.", ("part",))
+TOP_N_GIVEN_UP = Metric(
+    "top_n_given_up_mass",
+    "summary",
+    "Share of a row's mass, at its temperature, that gumbel_top_n leaves out; one observation a token that sets it.",
+)
+REJECTED_PARAMS = Metric(
+    "rejected_params",
+    "counter",
+    "Requests refused for a parameter, by key, `unknown` for no key.",
+    ("key",),
+    common=False,
+)
 BUILD_INFO = Metric(
     "build_info",
     "gauge",
@@ -56,4 +68,4 @@ BUILD_INFO = Metric(
     ("version", "noise_version", "backend", "runner", "vllm_version"),
 )
 
-CATALOGUE = (SAMPLED_TOKENS, ANOMALOUS_TOKENS, FAULTS, BUILD_INFO)
+CATALOGUE = (SAMPLED_TOKENS, ANOMALOUS_TOKENS, FAULTS, TOP_N_GIVEN_UP, REJECTED_PARAMS, BUILD_INFO)

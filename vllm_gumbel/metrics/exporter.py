@@ -35,6 +35,11 @@ def host_shows_folder() -> bool:
     return HOST_VARIABLE in os.environ
 
 
+def shows_folder() -> bool:
+    """Return whether this process, or one that started it, has chosen a folder to exchange counters through."""
+    return host_shows_folder() or PRIVATE_VARIABLE in os.environ
+
+
 def shared_folder() -> Path:
     """Return the folder through which this process and those it starts exchange counters.
 

@@ -1,11 +1,12 @@
 """Counts what a worker draws; called once a step with plain numbers, never raising into the serving loop."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Summary
 
 from vllm_gumbel.kernels.contract import Flag
 from vllm_gumbel.metrics import catalogue
@@ -38,11 +39,14 @@ class Recorder:
         common = {"model_name": model_name, "engine": str(engine), "arm": "gumbel"}
         registry = CollectorRegistry()  # keeps our names out of the process's own registry; the files are what is read
         with worker_values(folder):
-            sampled = Counter(*_definition(catalogue.SAMPLED_TOKENS), registry=registry)
-            anomalous = Counter(*_definition(catalogue.ANOMALOUS_TOKENS), registry=registry)
-            faults = Counter(*_definition(catalogue.FAULTS), registry=registry)
-            info = Gauge(*_definition(catalogue.BUILD_INFO), registry=registry, multiprocess_mode="max")
+            sampled = Counter(*definition(catalogue.SAMPLED_TOKENS), registry=registry)
+            anomalous = Counter(*definition(catalogue.ANOMALOUS_TOKENS), registry=registry)
+            faults = Counter(*definition(catalogue.FAULTS), registry=registry)
+            given_up = Summary(*definition(catalogue.TOP_N_GIVEN_UP), registry=registry)
+            info = Gauge(*definition(catalogue.BUILD_INFO), registry=registry, multiprocess_mode="max")
             self._sampled = sampled.labels(**common)
+            self._sampled_by_stock = sampled.labels(**common | {"arm": "default"})
+            self._given_up = given_up.labels(**common)
             self._anomalous = {flag: anomalous.labels(**common, kind=kind) for flag, kind in _KIND_OF_FLAG.items()}
             self._faults = faults.labels(**common, part="recorder")
             info.labels(**common, **build).set(1)
@@ -58,6 +62,20 @@ class Recorder:
         try:
             self._count(flags if sent is None else flags[sent])
         except Exception as error:  # whatever it is, the tokens must flow
+            self._fault(error)
+
+    def keyed(self, stock_rows: int, given_up: Sequence[float]) -> None:
+        """Count what only rows of requests with keys have.
+
+        Args:
+            stock_rows: how many rows vLLM's own sampler drew.
+            given_up: shares of mass that `gumbel_top_n` gave up.
+        """
+        try:
+            self._sampled_by_stock.inc(stock_rows)
+            for share in given_up:
+                self._given_up.observe(share)
+        except Exception as error:  # as in `step`
             self._fault(error)
 
     def _count(self, flags: npt.NDArray[np.uint8]) -> None:
@@ -84,5 +102,6 @@ class Recorder:
             logger.warning(f"vllm-gumbel: {message} (further ones are counted, not logged)", *arguments)
 
 
-def _definition(metric: catalogue.Metric) -> tuple[str, str, tuple[str, ...]]:
+def definition(metric: catalogue.Metric) -> tuple[str, str, tuple[str, ...]]:
+    """Return name, help and labels of a metric as prometheus_client takes them."""
     return catalogue.PREFIX + metric.name, metric.help, metric.label_names

@@ -1,0 +1,258 @@
+#!/usr/bin/env python
+"""Measures what every key of a request does to a real model's text and distribution; a table, plots and figures.
+
+    .venv/bin/python scripts/study_knobs.py --output study            # the whole study, about half an hour on two cores
+    .venv/bin/python scripts/study_knobs.py --output study --prompts 24 --tokens 24 --rows 24
+
+For each key and several values, over prompts written for this project (240, openings times subjects):
+
+- KL from the model's own distribution, entropy and number of ids that can be drawn, in nats, by computation on the
+  logits after each prompt;
+- from generated text: mean log-probability under the model, distinct-1 to distinct-3 (different n-grams over all,
+  within each text), the share of texts that ever end in a loop of three copies or more, and throughput as a ratio to
+  the plain setting that runs just before.
+
+`scripts/study_claims.py` measures what is claimed about the method in print. Plots need matplotlib, which is in the
+extra `study`. The last line is JSON; the same goes to `knobs.json` in the folder, the table to `knobs.md`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+OPENINGS = (
+    "{subject} is best explained by",
+    "The first thing I noticed about {subject} was",
+    "Question: what do most people get wrong about {subject}? Answer:",
+    "A short story about {subject}. Once upon a time",
+    "Here is a list of five facts about {subject}:\n1.",
+    "Dear editor, I am writing to you about {subject} because",
+    "In the year 2050, {subject}",
+    "My grandmother always said that {subject}",
+    "Chapter one. {subject}",
+    "To write a program about {subject}, start with",
+    "The history of {subject} begins in",
+    "Two friends argue about {subject}. The first one says:",
+    "A recipe inspired by {subject} needs",
+    "News of the day: {subject}",
+    "A poem about {subject}:\n",
+    "If {subject} could speak, it would say",
+    "The opposite of {subject} is",
+    "How much does {subject} cost? It depends on",
+    "Scientists who study {subject} have found that",
+    "Write {subject} ten times:",
+)
+SUBJECTS = (
+    "the sea at night",
+    "a broken clock",
+    "the price of bread",
+    "learning to swim",
+    "an old railway station",
+    "the colour blue",
+    "a garden in winter",
+    "honest mistakes",
+    "the number seven",
+    "a letter that was never sent",
+    "the moon",
+    "two stubborn goats",
+)
+PROMPTS = [opening.format(subject=subject) for opening, subject in product(OPENINGS, SUBJECTS)]
+
+PLAIN: dict[str, Any] = {"temperature": 1.0}
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+
+#: name -> what the request sets; keys apart from vLLM's own parameters.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain, temperature 1": PLAIN,
+    "sampler default": {**PLAIN, "gumbel_sampler": "default"},
+    "salt 1": {**PLAIN, "gumbel_salt": 1},
+    "preset creative": {**PLAIN, "gumbel_preset": "creative"},
+    "preset factual": {**PLAIN, "gumbel_preset": "factual"},
+    "rule log_vocab at 0.3": {"temperature": 0.3, "gumbel_temperature_rule": "log_vocab"},
+    "rule log_vocab at 0.7": {"temperature": 0.7, "gumbel_temperature_rule": "log_vocab"},
+    "rule log_vocab at 1": {**PLAIN, "gumbel_temperature_rule": "log_vocab"},
+    "hybrid steps 8": {**PLAIN, "gumbel_hybrid_steps": 8},
+    "hybrid steps, all": {**PLAIN, "gumbel_hybrid_steps": 2**20},
+    "top_n 20": {**PLAIN, "gumbel_top_n": 20},
+    "top_n 100": {**PLAIN, "gumbel_top_n": 100},
+    "top_n 1000": {**PLAIN, "gumbel_top_n": 1000},
+    "tail boost 0.1": {**PLAIN, "gumbel_tail_boost": 0.1},
+    "tail boost 0.25": {**PLAIN, "gumbel_tail_boost": 0.25},
+    "tail boost 0.5": {**PLAIN, "gumbel_tail_boost": 0.5},
+    "noise scale 0": {**PLAIN, "gumbel_noise_scale": 0.0},
+    "noise scale 0.5": {**PLAIN, "gumbel_noise_scale": 0.5},
+    "noise scale 0.8": {**PLAIN, "gumbel_noise_scale": 0.8},
+    "greedy": GREEDY,
+    "greedy, repetition offset 0.5": {**GREEDY, "gumbel_repetition_offset": 0.5},
+    "greedy, repetition offset 2": {**GREEDY, "gumbel_repetition_offset": 2.0},
+    "greedy, repetition offset 10": {**GREEDY, "gumbel_repetition_offset": 10.0},
+    "plain, repetition offset 2": {**PLAIN, "gumbel_repetition_offset": 2.0},
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the command line's choices."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the table, the figures and the plots")
+    parser.add_argument("--model", help="folder of a model; default: the one that `vllm-gumbel model` prepares")
+    parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many prompts, evenly spread")
+    parser.add_argument(
+        "--rows", type=int, default=len(PROMPTS), help="how many of them the distributions are computed on"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="per text")
+    parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
+    return parser.parse_args()
+
+
+def spread(count: int) -> list[str]:
+    """Return that many prompts, evenly spread over openings and subjects."""
+    count = min(count, len(PROMPTS))
+    return [PROMPTS[i * len(PROMPTS) // count] for i in range(count)]
+
+
+def distributions(model: str, prompts: list[str], names: list[str]) -> dict[str, dict[str, float]]:
+    """Return, for each setting, what it does to the distributions after the prompts."""
+    from vllm_gumbel import explain
+    from vllm_gumbel.params import GumbelParams
+
+    logits = explain.model_logits(model, prompts)
+    found = {}
+    for name in names:
+        given = dict(SETTINGS[name])
+        temperature = given.pop("temperature")
+        setting = explain.Setting(temperature, keys=GumbelParams.from_extra_args(given, temperature))
+        found[name] = vars(explain.effect(logits, setting))
+        print(f"{name}: entropy {found[name]['entropy_nats']:.3f}", file=sys.stderr, flush=True)
+    return found
+
+
+def generate(llm: Any, prompts: list[str], tokens: int, asked: dict[str, Any]) -> tuple[float, list[Any]]:
+    """Return tokens per second of one batch, and vLLM's completions; prompt number i has seed i."""
+    from vllm import SamplingParams
+
+    keys = {key: value for key, value in asked.items() if key.startswith("gumbel_")}
+    params = [
+        SamplingParams(
+            temperature=asked["temperature"], max_tokens=tokens, ignore_eos=True, seed=i, logprobs=0, extra_args=keys
+        )
+        for i in range(len(prompts))
+    ]
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return len(prompts) * tokens / (time.perf_counter() - began), [output.outputs[0] for output in outputs]
+
+
+def measures_of_text(completions: list[Any]) -> dict[str, float]:
+    """Return the measures that need nothing but the generated tokens and their log-probabilities."""
+    from vllm_gumbel.kernels.loops import continuations
+
+    texts = [list(completion.token_ids) for completion in completions]
+    measures = {"mean_logprob": float(np.mean([each.cumulative_logprob / len(each.token_ids) for each in completions]))}
+    for n in (1, 2, 3):
+        shares = [len(set(zip(*(text[i:] for i in range(n)), strict=False))) / (len(text) - n + 1) for text in texts]
+        measures[f"distinct_{n}"] = float(np.mean(shares))
+    looping = [any(continuations(text[:end]) for end in range(3, len(text) + 1)) for text in texts]
+    measures["loop_rate"] = float(np.mean(looping))
+    return measures
+
+
+def texts(model: str, prompts: list[str], tokens: int, names: list[str]) -> dict[str, dict[str, float]]:
+    """Return, for each setting, the measures of generated text, and throughput over that of a plain batch before it."""
+    from vllm import LLM
+
+    llm = LLM(model, enforce_eager=True, max_model_len=512, additional_config={"sampler": "gumbel"})
+    generate(llm, prompts, 4, PLAIN)
+    found = {}
+    for name in names:
+        plain, _ = generate(llm, prompts, tokens, PLAIN)
+        rate, completions = generate(llm, prompts, tokens, SETTINGS[name])
+        found[name] = {**measures_of_text(completions), "tokens_per_second": rate, "throughput_ratio": rate / plain}
+        print(f"{name}: {rate:.0f} tokens/s, {found[name]}", file=sys.stderr, flush=True)
+    llm.llm_engine.engine_core.shutdown()
+    return found
+
+
+COLUMNS = {
+    "kl_nats": ("KL, nats", "{:.3f}"),
+    "entropy_nats": ("entropy, nats", "{:.3f}"),
+    "kept_ids": ("ids", "{:.0f}"),
+    "mean_logprob": ("mean logprob", "{:.3f}"),
+    "distinct_1": ("distinct-1", "{:.3f}"),
+    "distinct_2": ("distinct-2", "{:.3f}"),
+    "distinct_3": ("distinct-3", "{:.3f}"),
+    "loop_rate": ("loops", "{:.3f}"),
+    "throughput_ratio": ("throughput / plain", "{:.2f}"),
+}
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """Return the results as a Markdown table."""
+    lines = ["| setting | " + " | ".join(title for title, _ in COLUMNS.values()) + " |"]
+    lines.append("|---" * (1 + len(COLUMNS)) + "|")
+    for name, measures in results.items():
+        cells = [pattern.format(measures[key]) for key, (_, pattern) in COLUMNS.items()]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plots(results: dict[str, dict[str, float]], folder: Path) -> None:
+    """Draw one bar chart per measure, one bar per setting; says so where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plots: matplotlib is missing (pip install 'vllm-gumbel[study]')", file=sys.stderr)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    for key, (title, _) in COLUMNS.items():
+        figure, axes = pyplot.subplots(figsize=(8, 0.3 * len(results) + 1))
+        names = list(results)
+        axes.barh(names[::-1], [results[name][key] for name in names[::-1]], color="tab:blue")
+        axes.set_xlabel(title)
+        figure.tight_layout()
+        figure.savefig(folder / f"{key}.png", dpi=120)
+        pyplot.close(figure)
+    figure, axes = pyplot.subplots(figsize=(8, 6))
+    for name, measures in results.items():
+        axes.scatter(measures["entropy_nats"], measures["mean_logprob"], color="tab:blue")
+        axes.annotate(name, (measures["entropy_nats"], measures["mean_logprob"]), fontsize=7)
+    axes.set_xlabel("entropy of the distribution, nats")
+    axes.set_ylabel("mean log-probability under the model")
+    figure.tight_layout()
+    figure.savefig(folder / "entropy_and_logprob.png", dpi=120)
+
+
+def main() -> None:
+    """Run the study."""
+    arguments = parse_arguments()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    if arguments.model is None:
+        from vllm_gumbel.default_model import prepare
+
+        arguments.model = str(prepare())
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    computed = distributions(arguments.model, spread(arguments.rows), arguments.settings)
+    generated = texts(arguments.model, spread(arguments.prompts), arguments.tokens, arguments.settings)
+    results = {name: {**computed[name], **generated[name]} for name in arguments.settings}
+    document = {"prompts": arguments.prompts, "rows": arguments.rows, "tokens": arguments.tokens, "settings": results}
+    (arguments.output / "knobs.md").write_text(table(results) + "\n")
+    (arguments.output / "knobs.json").write_text(json.dumps(document, indent=1))
+    plots(results, arguments.output)
+    print(table(results))
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
