@@ -287,8 +287,10 @@ def test_unsupported_feature_is_refused_with_the_way_out(changed, said):
 
 def test_parameters_are_checked_at_admission():
     """The hook through which the server turns a refusal into a 400."""
-    GumbelSampler.validate_params(SimpleNamespace(extra_args={"gumbel_salt": 1, "other": []}, seed=2**64 - 1))
+    GumbelSampler.validate_params(
+        SimpleNamespace(extra_args={"gumbel_salt": 1, "other": []}, seed=2**64 - 1, temperature=1.0)
+    )
     for arguments, seed, key in (({"gumbel_salt": 0.5}, 1, "gumbel_salt"), (None, 2**64, "seed")):
         with pytest.raises(ParamsError) as refused:
-            GumbelSampler.validate_params(SimpleNamespace(extra_args=arguments, seed=seed))
+            GumbelSampler.validate_params(SimpleNamespace(extra_args=arguments, seed=seed, temperature=1.0))
         assert refused.value.key == key
