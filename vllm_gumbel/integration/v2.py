@@ -23,14 +23,14 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
 import vllm_gumbel
-from vllm_gumbel.integration import choice, compat, worker
+from vllm_gumbel.integration import choice, compat, keys, worker
 from vllm_gumbel.integration.rows import SeedSource
 from vllm_gumbel.integration.slots import SlotStates, requests_of_rows
 from vllm_gumbel.integration.tally import Tally
 from vllm_gumbel.kernels import dispatch
 from vllm_gumbel.kernels.contract import NO_TOKEN, NOISE_VERSION
 from vllm_gumbel.kernels.slots import Noise
-from vllm_gumbel.params import GumbelParams, ParamsError, check_seed
+from vllm_gumbel.params import GumbelParams, ParamsError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -107,8 +107,8 @@ class GumbelSampler(Sampler):
     @classmethod
     def validate_params(cls, params: "SamplingParams") -> None:
         """Raise `ValueError` for a request that the draw cannot honour; at admission, where it becomes a 400."""
+        keys.validate(params)
         refuse_unhonoured(GumbelParams.from_extra_args(params.extra_args, params.temperature))
-        check_seed(params.seed)
 
     @classmethod
     def verifier(cls) -> type:
