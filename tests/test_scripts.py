@@ -199,7 +199,7 @@ def test_server_on_every_address_is_asked_on_this_machine(serve_model, host, url
 def is_running(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
         return False
     return state != "Z"
 
