@@ -157,14 +157,15 @@ def test_workers_counters_are_shown_once_and_survive_vllms_clean_up(folder, monk
         for _engine in range(2):
             plugin._show_metrics()
             unregister_vllm_metrics()
-        shown = samples(get_prometheus_registry().collect()).items()  # an engine of this process may show its own too
+        shown = samples(get_prometheus_registry().collect()).items()  # an engine of this process shows its own too
         ours = [each for (name, labels), each in shown if name == SAMPLED and ("model_name", "m") in labels]
         assert ours == [[2.0], [0.0]]
         text = prometheus_client.generate_latest(get_prometheus_registry()).decode()
         assert f'{SAMPLED}{{arm="gumbel",engine="0",model_name="m"}} 2.0' in text
     finally:
-        for collector in set(prometheus_client.REGISTRY._collector_to_names) - before:
-            prometheus_client.REGISTRY.unregister(collector)
+        now = set(prometheus_client.REGISTRY._collector_to_names)
+        for each in now ^ before:  # those of an engine in this process come back
+            (prometheus_client.REGISTRY.unregister if each in now else prometheus_client.REGISTRY.register)(each)
 
 
 def work_in_host_mode(rows):
