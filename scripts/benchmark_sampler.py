@@ -80,6 +80,7 @@ import torch  # noqa: E402
 
 from vllm_gumbel.kernels import logprobs_numba, sample_numba, sample_reference  # noqa: E402
 from vllm_gumbel.kernels.contract import RowParams  # noqa: E402
+from vllm_gumbel.kernels.slots import as_array  # noqa: E402
 
 
 def make_logits(kind: str, rows: int, vocab: int, rng: np.random.Generator) -> torch.Tensor:
@@ -177,11 +178,6 @@ def our_step(mode: str, params: RowParams, vocab: int) -> Callable[[torch.Tensor
         return logprobs_numba.gather(values, drawn.tokens, 5) if mode == "logprobs=5" else drawn
 
     return step
-
-
-def as_array(logits: torch.Tensor) -> np.ndarray:
-    """Return a tensor as the array that the kernels take, in the same memory."""
-    return (logits.view(torch.uint16) if logits.dtype == torch.bfloat16 else logits).numpy()
 
 
 def check(logits: torch.Tensor, params: RowParams) -> None:

@@ -40,11 +40,12 @@ class Place:
     request: RequestRow
 
 
-def validate(params: SamplingParams) -> None:
-    """Raise `ParamsError`, counted by key, for a request whose keys or seed are refused."""
+def validate(params: SamplingParams) -> GumbelParams:
+    """Return the keys of a request; raise `ParamsError`, counted by key, if they or its seed are refused."""
     try:
-        GumbelParams.from_extra_args(params.extra_args, params.temperature)
+        keys = GumbelParams.from_extra_args(params.extra_args, params.temperature)
         check_seed(params.seed)
+        return keys
     except ParamsError as error:
         count_refusal(error.key, known=("seed", *GumbelParams.model_fields))
         raise

@@ -25,6 +25,7 @@ from vllm_gumbel.integration.keys import Place
 from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
 from vllm_gumbel.kernels import dispatch
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Draw, Flag, RowParams
+from vllm_gumbel.kernels.slots import as_array
 from vllm_gumbel.metrics.recorder import Recorder
 from vllm_gumbel.settings import SamplerSettings
 
@@ -235,11 +236,13 @@ class GumbelSampler(Sampler):
         count, vocab = logits.shape
         params = rows.params() if rows else detached_params(metadata, count, self.seeds, vocab)
         if 2 * len(edited) > count:
-            return self._finish(self._draw_changed(logits, np.arange(count), params, metadata, rows), rows)
+            changed = logits.to(torch.float32, copy=True)
+            return self._finish(self._draw_changed(changed, np.arange(count), params, metadata, rows), rows)
         drawn = self.draw_rows(logits, params, processed=False)
         if edited:
             request = np.array(edited)
-            part = self._draw_changed(logits[request], request, params.take(request), metadata, rows)
+            changed = logits[request].to(torch.float32)
+            part = self._draw_changed(changed, request, params.take(request), metadata, rows)
             drawn.put(part, request)
         return self._finish(drawn, rows)
 
@@ -251,12 +254,11 @@ class GumbelSampler(Sampler):
         metadata: SamplingMetadata,
         rows: Rows | None,
     ) -> Drawn:
-        """Return the draw of `logits` [n, vocab], of the rows `request` of the batch, after their edits."""
-        changed = logits.to(torch.float32, copy=True)
-        edit(changed, request, None, metadata, rows, params)
+        """Return the draw of `logits`, float32 [n, vocab], of the batch's rows `request`; edits are made in place."""
+        edit(logits, request, None, metadata, rows, params)
         where = keys.places(rows, request) if rows and rows.keyed else ()
-        drawn = self.draw_rows(changed, params, processed=False, where=where)
-        self.draw_stock(drawn, changed, metadata, where)
+        drawn = self.draw_rows(logits, params, processed=False, where=where)
+        self.draw_stock(drawn, logits, metadata, where)
         return drawn
 
     def _finish(self, drawn: Drawn, rows: Rows | None) -> torch.Tensor:
@@ -272,7 +274,7 @@ class GumbelSampler(Sampler):
 
         With `processed`, also return the rows after the filters.
         """
-        values = as_numpy(logits)
+        values = as_array(logits)
         out = np.empty(values.shape, np.float32) if processed else None
         draw = self.backend.draw(values, params, usable_vocab=self._usable_vocab, processed=out)
         drawn = Drawn(draw, None if out is None else torch.from_numpy(out).to(logits.device))
@@ -326,7 +328,7 @@ class GumbelSampler(Sampler):
     def raw_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
         """Return logprobs of `tokens` int64 [rows] and the `wanted` best, from logits [rows, vocab] as they came."""
         if logits.device.type == "cpu" and wanted <= MOST_GATHERED:
-            found = self.backend.gather_logprobs(as_numpy(logits), tokens.numpy(), wanted)
+            found = self.backend.gather_logprobs(as_array(logits), tokens.numpy(), wanted)
             if found is not None:
                 return LogprobsTensors(*(torch.from_numpy(each) for each in found))
         return self.finite(self.gather_logprobs(self.compute_logprobs(logits), wanted, tokens))
@@ -360,12 +362,6 @@ class GumbelSampler(Sampler):
         stop = rows.stop_token[row]
         stop = self._default_stop if stop is None else stop
         return 0 if stop is None else stop
-
-
-def as_numpy(logits: torch.Tensor) -> np.ndarray:
-    """Return logits as the kernels take them: bfloat16 as its bits in uint16; the same memory for logits on a CPU."""
-    values = logits.cpu()
-    return values.view(torch.uint16).numpy() if values.dtype == torch.bfloat16 else values.numpy()
 
 
 def _with_temperature_and_min_p_applied(params: RowParams) -> RowParams:

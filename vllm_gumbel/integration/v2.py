@@ -107,8 +107,7 @@ class GumbelSampler(Sampler):
     @classmethod
     def validate_params(cls, params: "SamplingParams") -> None:
         """Raise `ValueError` for a request that the draw cannot honour; at admission, where it becomes a 400."""
-        keys.validate(params)
-        refuse_unhonoured(GumbelParams.from_extra_args(params.extra_args, params.temperature))
+        refuse_unhonoured(keys.validate(params))
 
     @classmethod
     def verifier(cls) -> type:
