@@ -10,14 +10,21 @@ the last line is JSON.
 
 With `--drafts N` nothing is timed: the share of draft tokens, from n-grams of each request's own text, that stock's
 rejection sampling and `gumbel`'s exact match accept, one engine after the other.
+
+With `--metrics` the cost of counting: `gumbel` with metrics off, on, on while another process collects them 50 times a
+second as a server does for Prometheus, and on with every token looked at, alternating, with all requests and with one.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
+from multiprocessing.synchronize import Event
+from pathlib import Path
 
 SETTINGS = {
     "greedy": {"temperature": 0.0},
@@ -32,13 +39,17 @@ SETTINGS = {
 }
 ARMS = ("stock", "gumbel")
 
+#: What `--metrics` compares: settings of the sampler. `scraped` is the engine of `on`, while it is scraped.
+COUNTING = {"off": {"metrics": False}, "on": {}, "scraped": None, "watch=1": {"watch": 1.0}}
+SCRAPES_PER_SECOND = 50
 
-def engine(model: str, arm: str, requests: int, backend: str, drafts: int = 0):
-    """Return an engine of one arm, with that many draft tokens."""
+
+def engine(model: str, arm: str, requests: int, backend: str, drafts: int = 0, config: dict | None = None):
+    """Return an engine of one arm, with that many draft tokens, and more settings of the sampler."""
     from vllm import LLM
 
     drafting = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 3}
-    chosen = {"sampler": "gumbel", "sampler_config": {"backend": backend}} if arm == "gumbel" else {}
+    chosen = {"sampler": "gumbel", "sampler_config": {"backend": backend, **(config or {})}} if arm == "gumbel" else {}
     return LLM(
         model,
         enforce_eager=True,
@@ -104,6 +115,71 @@ def compare_drafts(arguments: argparse.Namespace) -> None:
     print(json.dumps({"drafts": arguments.drafts, "drafted_and_accepted": counts}))
 
 
+def scrape(folder: str, now: Event, ended: Event, scrapes) -> None:
+    """Be a process that answers scrapes of a metrics folder while `now` is set, and counts them."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    from vllm_gumbel.metrics.exporter import FolderCollector
+
+    registry = CollectorRegistry()
+    registry.register(FolderCollector(Path(folder)))
+    while not ended.is_set():
+        due = time.perf_counter() + 1 / SCRAPES_PER_SECOND
+        if now.wait(0.1):
+            generate_latest(registry)
+            scrapes.value += 1
+            time.sleep(max(0.0, due - time.perf_counter()))
+
+
+def compare_counting(arguments: argparse.Namespace) -> None:
+    """Print the throughput of each way of counting, and its ratio to none, as medians over the rounds."""
+    engines = {}
+    for name, config in COUNTING.items():
+        if config is not None:
+            # A folder each, so that a scrape reads what one server's would.
+            os.environ["GUMBEL_METRICS_DIRECTORY"] = folder = tempfile.mkdtemp(prefix="benchmark-metrics-")
+            engines[name] = engine(arguments.model, "gumbel", arguments.requests, arguments.backend, config=config)
+        if name == "on":
+            scraped_folder = folder
+    engines["scraped"] = engines["on"]
+    spawn = multiprocessing.get_context("spawn")
+    now, ended, scrapes = spawn.Event(), spawn.Event(), spawn.Value("l", 0)
+    scraper = spawn.Process(target=scrape, args=(scraped_folder, now, ended, scrapes), daemon=True)
+    scraper.start()
+    rates: dict[str, dict[str, list[float]]] = {}
+    scraping = 0.0
+    for requests in dict.fromkeys((arguments.requests, 1)):
+        for setting in arguments.settings:
+            rates[f"{setting}, {requests} requests"] = found = {name: [] for name in COUNTING}
+            for llm in engines.values():
+                measure(llm, requests, 4, SETTINGS[setting])
+            for round_number in range(arguments.rounds):
+                for name in COUNTING if round_number % 2 == 0 else reversed(COUNTING):
+                    began = time.perf_counter()
+                    if name == "scraped":
+                        now.set()
+                    # As many tokens for one request as a batch takes about the same time for, so that noise is alike.
+                    tokens = arguments.tokens * (4 if requests == 1 else 1)
+                    found[name].append(measure(engines[name], requests, tokens, SETTINGS[setting])[0])
+                    if name == "scraped":
+                        now.clear()
+                        scraping += time.perf_counter() - began
+    ended.set()
+    scraper.join()
+    print(f"\n{'tokens/s; ratio to off':32s}" + "".join(f"{name:>16s}" for name in COUNTING))
+    for title, found in rates.items():
+        ratios = {
+            name: statistics.median(each / off for each, off in zip(values, found["off"], strict=True))
+            for name, values in found.items()
+        }
+        cells = (f"{statistics.median(values):.0f}; {ratios[name]:.3f}" for name, values in found.items())
+        print(f"{title:32s}" + "".join(f"{cell:>16s}" for cell in cells))
+    print(f"{scrapes.value / scraping:.0f} scrapes a second")
+    print(json.dumps({"tokens": arguments.tokens, "tokens_per_second": rates}))
+    for name in set(engines) - {"scraped"}:
+        engines[name].llm_engine.engine_core.shutdown()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model for vLLM; default: the one that `vllm-gumbel model` prepares")
@@ -113,6 +189,7 @@ def main() -> int:
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--backend", default="auto", help="of the gumbel arm")
     parser.add_argument("--drafts", type=int, default=0, help="compare accepted shares of that many draft tokens")
+    parser.add_argument("--metrics", action="store_true", help="compare ways of counting with none")
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -125,6 +202,9 @@ def main() -> int:
         arguments.model = str(prepare())
     if arguments.drafts:
         compare_drafts(arguments)
+        return 0
+    if arguments.metrics:
+        compare_counting(arguments)
         return 0
     engines = {arm: engine(arguments.model, arm, arguments.requests, arguments.backend) for arm in ARMS}
     # Alone, since in bfloat16 a row's logits depend on what else a step computes.

@@ -6,9 +6,12 @@
 
 A step is what the model runner asks for once per token: logits and sampling metadata in, tokens and logprobs out. Every
 step each request has one more output token, as in serving. Before anything is timed, greedy tokens of the two are
-compared. "odd" modes are plain rows of temperature 0.8 but one. Columns: microseconds a step (median, minimum) of ours
-and stock, their ratio, and ours over our own plain step. `--memory` prints instead how far the peak of a process lies
-above what it held before its first step, for each mode in a process of its own. The last line is JSON.
+compared. "odd" modes are plain rows of temperature 0.8 but one. In "keys settled" every request sets a salt and a
+preset of temperature 0.8, keys that are settled at admission; stock knows no keys and draws at temperature 1. A batch
+in which no request sets a key that acts on rows calls nothing of theirs, which `tests/test_keys_v1.py` shows. Columns:
+microseconds a step (median, minimum) of ours and stock, their ratio, and ours over our own plain step. `--memory`
+prints instead how far the peak of a process lies above what it held before its first step, for each mode in a process
+of its own. The last line is JSON.
 """
 
 import argparse
@@ -39,10 +42,12 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "penalties": ({**PLAIN, "repetition_penalty": 1.1, "presence_penalty": 0.1},) * 2,
     "logit_bias": ({**PLAIN, "logit_bias": {5: 1.0, 6: -1.0}},) * 2,
     "logprobs=5": ({**PLAIN, "logprobs": 5},) * 2,
+    "keys settled": ({"temperature": 1.0, "extra_args": {"gumbel_salt": 1, "gumbel_preset": "plain"}},) * 2,
     "odd: seeded": ({**PLAIN, "seed": 1}, PLAIN),
     "odd: k and p": ({**PLAIN, "top_k": 50, "top_p": 0.95}, PLAIN),
     "odd: penalties": ({**PLAIN, "repetition_penalty": 1.1}, PLAIN),
     "odd: greedy": ({"temperature": 0.0}, PLAIN),
+    "odd: keyed": ({**PLAIN, "extra_args": {"gumbel_noise_scale": 0.5}}, PLAIN),
 }
 ARMS = ("gumbel", "stock")
 
@@ -96,8 +101,9 @@ class Arm:
 
         from vllm_gumbel.integration.rows import RowBatch, SeedSource
         from vllm_gumbel.integration.v1 import GumbelSampler
+        from vllm_gumbel.params import ServerRules
 
-        ours = name == "gumbel"
+        ours, rules = name == "gumbel", ServerRules(presets={"plain": PLAIN["temperature"]})
         length = ARGUMENTS.prompt + 256
         batch = (RowBatch if ours else InputBatch)(
             max_num_reqs=rows,
@@ -109,7 +115,7 @@ class Arm:
             max_num_blocks_per_req=[length // 16 + 1],
             logitsprocs=build_logitsprocs(vllm_config(), torch.device("cpu"), False, False, ()),
             logitsprocs_need_output_token_ids=True,
-            **({"seeds": SeedSource(0, 0), "default_salt": 0} if ours else {}),
+            **({"seeds": SeedSource(0, 0), "default_salt": 0, "rules": rules} if ours else {}),
         )
         self.outputs: list[list[int]] = []
         for row in range(rows):

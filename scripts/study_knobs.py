@@ -1,16 +1,19 @@
 #!/usr/bin/env python
 """Measures what every key of a request does to a real model's text and distribution; a table, plots and figures.
 
-    .venv/bin/python scripts/study_knobs.py --output study            # the whole study, about half an hour on two cores
-    .venv/bin/python scripts/study_knobs.py --output study --prompts 24 --tokens 24 --rows 24
+    .venv/bin/python scripts/study_knobs.py --output study            # the whole study, about an hour on two cores
+    .venv/bin/python scripts/study_knobs.py --output study --prompts 24 --tokens 24 --rows 24 --rounds 1
 
 For each key and several values, over prompts written for this project (240, openings times subjects):
 
 - KL from the model's own distribution, entropy and number of ids that can be drawn, in nats, by computation on the
   logits after each prompt;
 - from generated text: mean log-probability under the model, distinct-1 to distinct-3 (different n-grams over all,
-  within each text), the share of texts that ever end in a loop of three copies or more, and throughput as a ratio to
-  the plain setting that runs just before.
+  within each text), the share of texts that ever end in a loop of three copies or more, and the share of tokens that
+  continue such a loop;
+- throughput of the whole engine, over that of the plain setting and over that of vLLM's own sampler in an engine of its
+  own, at the same temperature and without keys. Every round runs each arm once, every other round backwards, so that
+  whatever else the machine does falls on all; each arm counts by its median.
 
 `scripts/study_claims.py` measures what is claimed about the method in print. Plots need matplotlib, which is in the
 extra `study`. The last line is JSON; the same goes to `knobs.json` in the folder, the table to `knobs.md`.
@@ -19,8 +22,10 @@ extra `study`. The last line is JSON; the same goes to `knobs.json` in the folde
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -70,9 +75,12 @@ PROMPTS = [opening.format(subject=subject) for opening, subject in product(OPENI
 PLAIN: dict[str, Any] = {"temperature": 1.0}
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
+#: The setting that throughput is set against.
+PLAIN_NAME = "plain, temperature 1"
+
 #: name -> what the request sets; keys apart from vLLM's own parameters.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "plain, temperature 1": PLAIN,
+    PLAIN_NAME: PLAIN,
     "sampler default": {**PLAIN, "gumbel_sampler": "default"},
     "salt 1": {**PLAIN, "gumbel_salt": 1},
     "preset creative": {**PLAIN, "gumbel_preset": "creative"},
@@ -108,7 +116,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows", type=int, default=len(PROMPTS), help="how many of them the distributions are computed on"
     )
-    parser.add_argument("--tokens", type=int, default=64, help="per text")
+    parser.add_argument("--tokens", type=int, default=128, help="per text; loops need room to begin")
+    parser.add_argument("--rounds", type=int, default=5, help="of throughput, each with every arm once")
+    parser.add_argument("--batch", type=int, default=32, help="prompts of an arm's batch in a round")
+    parser.add_argument("--batch-tokens", type=int, default=32, help="tokens of each of them")
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
     return parser.parse_args()
 
@@ -135,20 +146,14 @@ def distributions(model: str, prompts: list[str], names: list[str]) -> dict[str,
     return found
 
 
-def generate(llm: Any, prompts: list[str], tokens: int, asked: dict[str, Any]) -> tuple[float, list[Any]]:
-    """Return tokens per second of one batch, and vLLM's completions; prompt number i has seed i."""
+def sampling(asked: dict[str, Any], tokens: int, **others: Any) -> Any:
+    """Return vLLM's parameters for what a setting asks."""
     from vllm import SamplingParams
 
     keys = {key: value for key, value in asked.items() if key.startswith("gumbel_")}
-    params = [
-        SamplingParams(
-            temperature=asked["temperature"], max_tokens=tokens, ignore_eos=True, seed=i, logprobs=0, extra_args=keys
-        )
-        for i in range(len(prompts))
-    ]
-    began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return len(prompts) * tokens / (time.perf_counter() - began), [output.outputs[0] for output in outputs]
+    return SamplingParams(
+        temperature=asked["temperature"], max_tokens=tokens, ignore_eos=True, extra_args=keys, **others
+    )
 
 
 def measures_of_text(completions: list[Any]) -> dict[str, float]:
@@ -160,25 +165,98 @@ def measures_of_text(completions: list[Any]) -> dict[str, float]:
     for n in (1, 2, 3):
         shares = [len(set(zip(*(text[i:] for i in range(n)), strict=False))) / (len(text) - n + 1) for text in texts]
         measures[f"distinct_{n}"] = float(np.mean(shares))
-    looping = [any(continuations(text[:end]) for end in range(3, len(text) + 1)) for text in texts]
-    measures["loop_rate"] = float(np.mean(looping))
+    looping = [[continuations(text[:end]) for end in range(1, len(text) + 1)] for text in texts]
+    measures["loop_rate"] = float(np.mean([any(each) for each in looping]))
+    continued = [
+        [token in found for found, token in zip(each, text[1:], strict=False)]
+        for each, text in zip(looping, texts, strict=True)
+    ]
+    measures["loop_share"] = float(np.mean([sum(each) / max(len(each), 1) for each in continued]))
     return measures
 
 
-def texts(model: str, prompts: list[str], tokens: int, names: list[str]) -> dict[str, dict[str, float]]:
-    """Return, for each setting, the measures of generated text, and throughput over that of a plain batch before it."""
-    from vllm import LLM
-
-    llm = LLM(model, enforce_eager=True, max_model_len=512, additional_config={"sampler": "gumbel"})
-    generate(llm, prompts, 4, PLAIN)
+def texts(llm: Any, prompts: list[str], tokens: int, names: list[str]) -> dict[str, dict[str, float]]:
+    """Return, for each setting, the measures of generated text; prompt number i has seed i."""
     found = {}
     for name in names:
-        plain, _ = generate(llm, prompts, tokens, PLAIN)
-        rate, completions = generate(llm, prompts, tokens, SETTINGS[name])
-        found[name] = {**measures_of_text(completions), "tokens_per_second": rate, "throughput_ratio": rate / plain}
-        print(f"{name}: {rate:.0f} tokens/s, {found[name]}", file=sys.stderr, flush=True)
-    llm.llm_engine.engine_core.shutdown()
+        params = [sampling(SETTINGS[name], tokens, seed=i, logprobs=0) for i in range(len(prompts))]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        found[name] = measures_of_text([output.outputs[0] for output in outputs])
+        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
     return found
+
+
+def arms(names: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return what each arm of the throughput asks: (sampler, setting) -> setting.
+
+    The plain setting is always among ours; vLLM's own sampler runs once for each temperature.
+    """
+    ours = {("gumbel", name): SETTINGS[name] for name in dict.fromkeys((*names, PLAIN_NAME))}
+    temperatures = sorted({asked["temperature"] for asked in ours.values()})
+    return ours | {("default", f"{each:g}"): {"temperature": each} for each in temperatures}
+
+
+def throughput(
+    run: Callable[[str, Any], int], tokens: int, rounds: int, names: list[str]
+) -> dict[tuple[str, str], list[float]]:
+    """Return the tokens per second of every arm in each round; unseeded, without logprobs.
+
+    Args:
+        run: (sampler, vLLM's parameters) -> how many tokens it has generated with them.
+        tokens: of each prompt.
+        rounds: how often each arm runs.
+        names: settings.
+    """
+    asked = arms(names)
+    rates: dict[tuple[str, str], list[float]] = {arm: [] for arm in asked}
+    for number in range(rounds):
+        for arm in list(asked) if number % 2 == 0 else reversed(list(asked)):
+            params = sampling(asked[arm], tokens)
+            began = time.perf_counter()
+            count = run(arm[0], params)
+            rates[arm].append(count / (time.perf_counter() - began))
+        print(f"throughput, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return rates
+
+
+def ratios(rates: dict[tuple[str, str], list[float]], names: list[str]) -> dict[str, dict[str, float]]:
+    """Return, for each setting, its median throughput, and that over the plain setting's and over vLLM's own."""
+    medians = {arm: statistics.median(values) for arm, values in rates.items()}
+    found = {}
+    for name in names:
+        rate, stock = medians["gumbel", name], medians["default", f"{SETTINGS[name]['temperature']:g}"]
+        found[name] = {
+            "tokens_per_second": rate,
+            "throughput_ratio": rate / medians["gumbel", PLAIN_NAME],
+            "stock_ratio": rate / stock,
+        }
+    return found
+
+
+def generated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return, for each setting, everything that engines are needed for."""
+    from vllm import LLM
+
+    engines = {
+        sampler: LLM(arguments.model, enforce_eager=True, max_model_len=512, additional_config={"sampler": sampler})
+        for sampler in ("gumbel", "default")
+    }
+    for llm in engines.values():
+        llm.generate(spread(4), sampling(PLAIN, 4), use_tqdm=False)
+    try:
+        measured = texts(engines["gumbel"], spread(arguments.prompts), arguments.tokens, arguments.settings)
+        batch = spread(arguments.batch)
+
+        def run(sampler: str, params: Any) -> int:
+            outputs = engines[sampler].generate(batch, params, use_tqdm=False)
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        rates = throughput(run, arguments.batch_tokens, arguments.rounds, arguments.settings)
+    finally:
+        for llm in engines.values():
+            llm.llm_engine.engine_core.shutdown()
+    speeds = ratios(rates, arguments.settings)
+    return {name: {**measured[name], **speeds[name]} for name in arguments.settings}
 
 
 COLUMNS = {
@@ -190,7 +268,9 @@ COLUMNS = {
     "distinct_2": ("distinct-2", "{:.3f}"),
     "distinct_3": ("distinct-3", "{:.3f}"),
     "loop_rate": ("loops", "{:.3f}"),
+    "loop_share": ("tokens in loops", "{:.3f}"),
     "throughput_ratio": ("throughput / plain", "{:.2f}"),
+    "stock_ratio": ("throughput / stock", "{:.2f}"),
 }
 
 
@@ -244,9 +324,10 @@ def main() -> None:
         arguments.model = str(prepare())
     arguments.output.mkdir(parents=True, exist_ok=True)
     computed = distributions(arguments.model, spread(arguments.rows), arguments.settings)
-    generated = texts(arguments.model, spread(arguments.prompts), arguments.tokens, arguments.settings)
-    results = {name: {**computed[name], **generated[name]} for name in arguments.settings}
-    document = {"prompts": arguments.prompts, "rows": arguments.rows, "tokens": arguments.tokens, "settings": results}
+    drawn = generated(arguments)
+    results = {name: {**computed[name], **drawn[name]} for name in arguments.settings}
+    sizes = ("prompts", "rows", "tokens", "rounds", "batch", "batch_tokens")
+    document = {**{name: getattr(arguments, name) for name in sizes}, "settings": results}
     (arguments.output / "knobs.md").write_text(table(results) + "\n")
     (arguments.output / "knobs.json").write_text(json.dumps(document, indent=1))
     plots(results, arguments.output)

@@ -3,12 +3,14 @@
 import multiprocessing
 import os
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from tests.test_metrics import FAULTS, GIVEN_UP, REJECTED, SAMPLED, make_recorder, total
+from tests.recording import make_recorder, step, total
 from vllm_gumbel.integration.v1 import GumbelSampler
 from vllm_gumbel.metrics import refusals
+from vllm_gumbel.metrics.catalogue import FAULTS, REJECTED_PARAMS, SAMPLED_TOKENS, TOP_N_GIVEN_UP
 from vllm_gumbel.metrics.exporter import HOST_VARIABLE, PRIVATE_VARIABLE
 from vllm_gumbel.params import GumbelParams, ParamsError
 
@@ -37,15 +39,15 @@ def test_refused_requests_are_counted_by_key_and_a_made_up_key_has_no_label_of_i
     refuse({"gumbel_made_up": 3})
     refuse({"gumbel_made_up_too": 3})
     refuse({}, seed=2**64)
-    found = {key: total(folder, REJECTED, key=key) for key in ("seed", *GumbelParams.model_fields, "unknown")}
+    found = {key: total(folder, REJECTED_PARAMS, key=key) for key in ("seed", *GumbelParams.model_fields, "unknown")}
     assert {key: count for key, count in found.items() if count} == {
         "gumbel_salt": 2,
         "gumbel_hybrid_steps": 1,
         "unknown": 2,
         "seed": 1,
     }
-    assert total(folder, REJECTED) == 6
-    assert total(folder, REJECTED, key="gumbel_made_up") == 0
+    assert total(folder, REJECTED_PARAMS) == 6
+    assert total(folder, REJECTED_PARAMS, key="gumbel_made_up") == 0
 
 
 def test_nothing_is_counted_where_nobody_shows_it(tmp_path, monkeypatch):
@@ -75,26 +77,26 @@ def test_api_servers_add_up(folder):
         process.join(120)
         assert process.exitcode == 0
     refuse({"gumbel_salt": "x"})
-    recorder.keyed(4, [])
+    recorder.record(step(1, 2, 3, 4, by_stock=range(4)))
     refuse({"gumbel_salt": "x"})
-    assert total(folder, REJECTED, key="gumbel_salt") == 7
-    assert total(folder, SAMPLED, arm="default") == 4
+    recorder.record(step(1, 2, by_stock=range(2)))
+    assert total(folder, REJECTED_PARAMS, key="gumbel_salt") == 7
+    assert total(folder, SAMPLED_TOKENS, arm="default") == 6
+    assert total(folder, FAULTS) == 0
+
+
+def shares(*values):
+    """Return what rows gave up; None for a row that does not set `gumbel_top_n`."""
+    return np.array([np.nan if value is None else value for value in values])
 
 
 def test_rows_with_keys_are_counted(folder):
     recorder = make_recorder(folder)
-    recorder.keyed(3, [0.25, 0.5])
-    recorder.keyed(0, [0.0])
-    assert total(folder, SAMPLED, arm="default") == 3
-    assert total(folder, SAMPLED, arm="gumbel") == 0
-    assert total(folder, f"{GIVEN_UP}_count") == 3
-    assert total(folder, f"{GIVEN_UP}_sum") == 0.75
+    recorder.record(step(1, 2, 3, 4, 5, by_stock=(0, 2, 3), given_up=shares(None, 0.25, None, None, 0.5)))
+    recorder.record(step(1, given_up=shares(0.0)))
+    recorder.record(step(1, 2, 3, by_stock=(0,), given_up=shares(None, 0.125, 0.75)), np.array([False, True, False]))
+    assert total(folder, SAMPLED_TOKENS, arm="default") == 3
+    assert total(folder, SAMPLED_TOKENS, arm="gumbel") == 4
+    assert total(folder, TOP_N_GIVEN_UP, "_count") == 4
+    assert total(folder, TOP_N_GIVEN_UP, "_sum") == 0.875
     assert total(folder, FAULTS) == 0
-
-
-@pytest.mark.parametrize("bad", [-1, None])
-def test_fault_in_counting_is_counted_and_raises_nothing(folder, bad):
-    """vllm#6642: a negative increment, or none at all."""
-    recorder = make_recorder(folder)
-    recorder.keyed(bad, [0.5])
-    assert total(folder, FAULTS) == 1

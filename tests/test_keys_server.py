@@ -44,6 +44,12 @@ REFUSED = [
     ({"gumbel_preset": "creative"}, {"temperature": 0.5}, "gumbel_preset contradicts temperature"),
 ]
 
+#: The same, for the server alone: `SamplingParams` itself refuses integers past 64 bits, and does not say which.
+PAST_64_BITS = [
+    ({"gumbel_salt": 2**64}, {}, f"gumbel_salt must be an integer from -2^63 to 2^64 - 1, got {2**64}"),
+    ({"gumbel_top_n": -(2**70)}, {}, f"gumbel_top_n must be an integer from 1 to {MOST_INT32}, got {-(2**70)}"),
+]
+
 #: Requests that are served, one per kind of key and some together.
 SERVED = [
     {"temperature": 1.0, "vllm_xargs": {"gumbel_salt": 3, "gumbel_return_info": True}},
@@ -70,7 +76,7 @@ def test_bad_keys_are_a_400_and_are_counted(server):
     before = server.metric("vllm_gumbel_rejected_params_total")
     salts = server.metric("vllm_gumbel_rejected_params_total", key="gumbel_salt")
     posted = 0
-    for arguments, others, said in REFUSED:
+    for arguments, others, said in [*REFUSED, *PAST_64_BITS]:
         common = {"model": "smollm2", "max_tokens": 2, "vllm_xargs": arguments, **others}
         chat = {**common, "messages": [{"role": "user", "content": "x"}]}
         for path, content in (("/v1/completions", {**common, "prompt": "x"}), ("/v1/chat/completions", chat)):
@@ -81,7 +87,7 @@ def test_bad_keys_are_a_400_and_are_counted(server):
                 assert said in response.json()["error"]["message"]
                 posted += 1
     assert server.metric("vllm_gumbel_rejected_params_total") == before + posted
-    assert server.metric("vllm_gumbel_rejected_params_total", key="gumbel_salt") == salts + 8
+    assert server.metric("vllm_gumbel_rejected_params_total", key="gumbel_salt") == salts + 12
     assert len(server.tokens(prompt="x", max_tokens=2, ignore_eos=True)) == 2
 
 

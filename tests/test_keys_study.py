@@ -67,8 +67,42 @@ def test_measures_of_text_by_hand(knobs):
     assert measures["distinct_1"] == pytest.approx((2 / 6 + 1) / 2)
     assert measures["distinct_2"] == pytest.approx((2 / 5 + 1) / 2)
     assert measures["distinct_3"] == pytest.approx((2 / 4 + 1) / 2)
-    assert measures["loop_rate"] == 0.5, "also where the loop has been left again it counts"
-    assert knobs.measures_of_text([completion(3, 3, 3, 7)])["loop_rate"] == 1
+    assert (measures["loop_rate"], measures["loop_share"]) == (0.5, 0)
+    left = knobs.measures_of_text([completion(3, 3, 3, 7)])
+    assert (left["loop_rate"], left["loop_share"]) == (1, 0), "a loop that was left again counts, its end does not"
+    longer = knobs.measures_of_text([completion(3, 3, 3, 3, 3), completion(1, 2, 3, 4, 5)])
+    assert longer["loop_share"] == pytest.approx((2 / 4 + 0) / 2), "the fourth and the fifth continue three copies"
+
+
+def test_throughput_is_the_median_over_that_of_the_plain_setting_and_of_vllms_sampler_at_the_same_temperature(knobs):
+    names = ["noise scale 0.5", "greedy"]
+    asked = knobs.arms(names)
+    assert list(asked) == [
+        ("gumbel", "noise scale 0.5"),
+        ("gumbel", "greedy"),
+        ("gumbel", knobs.PLAIN_NAME),
+        ("default", "0"),
+        ("default", "1"),
+    ]
+    assert [key for arm, given in asked.items() if arm[0] == "default" for key in given] == ["temperature"] * 2
+    rates = dict(zip(asked, ([1, 100, 3], [8, 8, 0], [6, 5, 6], [2, 2, 2], [12, 99, 1]), strict=True))
+    found = knobs.ratios(rates, names)
+    assert found["noise scale 0.5"] == {"tokens_per_second": 3, "throughput_ratio": 0.5, "stock_ratio": 0.25}
+    assert found["greedy"] == {"tokens_per_second": 8, "throughput_ratio": 8 / 6, "stock_ratio": 4}
+
+
+def test_arms_take_turns_and_every_other_round_runs_backwards(knobs):
+    asked = []
+
+    def run(sampler, params):
+        asked.append((sampler, params.temperature, params.max_tokens, params.seed, dict(params.extra_args)))
+        return 10
+
+    rates = knobs.throughput(run, 5, 2, ["noise scale 0.5"])
+    forward = [("gumbel", 1.0, 5, None, {"gumbel_noise_scale": 0.5}), ("gumbel", 1.0, 5, None, {})]
+    forward.append(("default", 1.0, 5, None, {}))
+    assert asked == forward + forward[::-1]
+    assert [len(values) for values in rates.values()] == [2, 2, 2]
 
 
 def test_table_has_a_row_per_setting(knobs):

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from tests.recording import Counted
 from tests.test_rows import append, filled, make_batch, make_request, parameters
 from tests.test_v1_sampler import MODES, STOP, batch_of, mixed, random_logits, tokens_of
 from vllm_gumbel import SamplerSettings
@@ -42,26 +43,6 @@ SETTLED = [
 def stock_kernels():
     """Stock's own draw needs what a worker loads."""
     current_platform.import_kernels()
-
-
-class Counted:
-    """A recorder that keeps what it is given.
-
-    Attributes:
-        steps: flags and sent rows of each step.
-        keyed_steps: arguments of each call of `keyed`.
-    """
-
-    def __init__(self):
-        self.steps, self.keyed_steps = [], []
-
-    def step(self, flags, sent):
-        """Keep one step."""
-        self.steps.append((flags.tolist(), None if sent is None else sent.tolist()))
-
-    def keyed(self, stock_rows, given_up):
-        """Keep what rows with keys have."""
-        self.keyed_steps.append((stock_rows, list(given_up)))
 
 
 @pytest.fixture
@@ -266,7 +247,8 @@ def test_bad_rows_with_keys_follow_the_policy_and_padded_ids_stay_out(policy, to
     assert drawn[:5] == [token] * 5
     assert max(drawn) < 280
     assert min(drawn[10:15]) >= 100
-    ((flags, _),) = counted.steps
+    ((step, _),) = counted.steps
+    flags = step.flags.tolist()
     assert [bool(flag & Flag.NO_CANDIDATE) for flag in flags] == [True] * 5 + [False] * 15
     assert [bool(flag & Flag.NONFINITE) for flag in flags] == [i < 5 or 10 <= i < 15 for i in range(20)]
 
@@ -282,17 +264,20 @@ def test_mass_given_up_and_rows_of_vllms_sampler_are_counted_where_they_are_sent
     for row, t, n in ((0, 0.8, 3), (1, 1.5, 10)):
         mass = (logits[row].double() / t).softmax(-1).sort(descending=True).values
         expected.append(float(mass[n:].sum()))
-    ((stock_rows, shares),) = counted.keyed_steps
-    assert shares == pytest.approx([*expected, 0.0], rel=1e-6)
-    assert stock_rows == 2
-    ours = [row not in (4, 5) for row in range(len(rows))]
-    assert counted.steps[-1][1] == ours
+    ((step, sent),) = counted.steps
+    assert sent is None
+    assert step.given_up[:4] == pytest.approx([*expected, NAN, 0.0], rel=1e-6, nan_ok=True)
+    assert np.isnan(step.given_up[4:]).all()
+    assert np.flatnonzero(step.by_stock).tolist() == [4, 5]
     sampler._discarded = lambda: np.arange(len(rows)) % 4 == 0
     sampler(logits.clone(), batch_of(rows).sampling_metadata)
-    stock_rows, shares = counted.keyed_steps[-1]
-    assert shares == pytest.approx([expected[1], 0.0], rel=1e-6)
-    assert stock_rows == 1
-    assert counted.steps[-1][1] == [each and row % 4 != 0 for row, each in enumerate(ours)]
+    step, sent = counted.steps[-1]
+    assert sent.tolist() == [row % 4 != 0 for row in range(len(rows))]
+    part = step.only(sent)
+    assert part.given_up[~np.isnan(part.given_up)] == pytest.approx([expected[1], 0.0], rel=1e-6)
+    assert np.flatnonzero(part.by_stock).tolist() == [sum(sent[:5])]
+    assert np.flatnonzero(step.by_stock).tolist() == [5], "vLLM's sampler draws no row that is discarded"
+    assert counted.faults == []
 
 
 def test_seed_of_an_unseeded_request_is_logged_and_replays_it(caplog):

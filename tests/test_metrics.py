@@ -1,6 +1,5 @@
 """Counters from the worker to `/metrics`: one table of names, sums over processes, and no harm to the tokens."""
 
-import logging
 import multiprocessing
 import os
 import re
@@ -14,15 +13,26 @@ import prometheus_client
 import pytest
 from prometheus_client import values
 
+from tests.recording import BUILD, heard, make_recorder, samples, step, total, watched
 from vllm_gumbel.kernels.contract import Flag
 from vllm_gumbel.metrics import catalogue, exporter
 from vllm_gumbel.metrics.exporter import HOST_VARIABLE, PRIVATE_VARIABLE, FolderCollector, shared_folder, worker_values
-from vllm_gumbel.metrics.recorder import Recorder
+from vllm_gumbel.metrics.series import ARMS
+from vllm_gumbel.settings import SamplerSettings
 
 SPAWN = multiprocessing.get_context("spawn")
-BUILD = {"version": "1", "noise_version": "1", "backend": "reference", "runner": "v1", "vllm_version": "0"}
-SAMPLED, ANOMALOUS, FAULTS, GIVEN_UP, REJECTED, INFO = (metric.exposed_name for metric in catalogue.CATALOGUE)
 KINDS = ("nonfinite_logits", "no_candidate", "padded_id")
+SAMPLED, ANOMALOUS, FAULTS = catalogue.SAMPLED_TOKENS, catalogue.ANOMALOUS_TOKENS, catalogue.FAULTS
+BY_ARM = (
+    SAMPLED,
+    catalogue.REQUESTS,
+    catalogue.WATCHED_TOKENS,
+    catalogue.EXPECTED_IMPROBABLE,
+    catalogue.TESTED_TOKENS,
+    catalogue.SURPRISAL,
+    catalogue.ENTROPY,
+    catalogue.SURPRISAL_VARIANCE,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,45 +45,16 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def said():
-    """The lines that are logged; once vLLM has set up its loggers they do not reach pytest's own fixture."""
-    lines, logger, handler = [], logging.getLogger("vllm.gumbel"), logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield lines
-    logger.setLevel(level)
-    logger.removeHandler(handler)
-
-
-def make_recorder(folder, engine=0):
-    return Recorder(folder, model_name="m", engine=engine, build=BUILD)
-
-
-def flags(*values):
-    return np.array(values, np.uint8)
-
-
-def samples(metrics):
-    """Return every sample once for each time that it is shown: (name, labels) -> values."""
-    found = {}
-    for metric in metrics:
-        for sample in metric.samples:
-            found.setdefault((sample.name, frozenset(sample.labels.items())), []).append(sample.value)
-    return found
-
-
-def total(folder, name=SAMPLED, **labels):
-    """Return the sum of a metric's samples in a folder whose labels include `labels`."""
-    shown = samples(FolderCollector(folder).collect())
-    return sum(sum(each) for (found, have), each in shown.items() if found == name and labels.items() <= set(have))
+    """The lines that are logged."""
+    with heard() as lines:
+        yield lines
 
 
 def work(folder, engine, rows, written=None, may_end=None):
     """Be a worker that draws `rows` rows in two steps, one of them spoiled."""
     recorder = make_recorder(folder, engine)
-    recorder.step(flags(*[0] * (rows - 1)), None)
-    recorder.step(flags(Flag.NONFINITE | Flag.NO_CANDIDATE, 0), np.array([True, False]))
+    recorder.record(step(flags=[0] * (rows - 1)))
+    recorder.record(step(flags=[Flag.NONFINITE | Flag.NO_CANDIDATE, 0]), np.array([True, False]))
     if written is not None:
         written.release()
         may_end.wait(60)
@@ -85,37 +66,80 @@ def test_names_and_labels_are_unique_and_well_formed():
     for metric in catalogue.CATALOGUE:
         assert re.fullmatch(r"vllm_gumbel_[a-z0-9_]*[a-z0-9]", metric.exposed_name)
         assert metric.exposed_name.endswith("_total") == (metric.kind == "counter")
-        assert metric.kind in ("counter", "gauge", "summary")
+        assert metric.kind in ("counter", "gauge", "histogram", "summary")
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert list(metric.buckets) == sorted(set(metric.buckets))
         assert metric.help.strip().endswith(".")
         assert len(set(metric.label_names)) == len(metric.label_names)
         assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in metric.label_names)
         assert not metric.common or metric.label_names[:3] == catalogue.COMMON_LABELS == ("model_name", "engine", "arm")
 
 
+def expected_at_first(engine):
+    """Return every sample that a recorder shows before it has counted anything, as `samples` does."""
+    common = {"model_name": "m", "engine": engine}
+    found = {(catalogue.BUILD_INFO.exposed_name, frozenset({**common, "arm": "gumbel", **BUILD}.items())): [1.0]}
+
+    def add(metric, arm="gumbel", suffix="", **labels):
+        found[metric.exposed_name + suffix, frozenset({**common, "arm": arm, **labels}.items())] = [0.0]
+
+    def add_all(metric, arm="gumbel"):
+        for suffix in ("_sum", "_count"):
+            add(metric, arm, suffix)
+        for bound in (*metric.buckets, float("inf")) if metric.kind == "histogram" else ():
+            add(metric, arm, "_bucket", le="+Inf" if np.isinf(bound) else repr(float(bound)))
+
+    for arm in ARMS:
+        for metric in BY_ARM:
+            add(metric, arm)
+        for kind in catalogue.AnomalyKind:
+            add(ANOMALOUS, arm, kind=kind)
+        for metric in (catalogue.KEPT_TOKENS, catalogue.TOKEN_RUN_LENGTH):
+            add_all(metric, arm)
+    for part in ("recorder", "time", "counts", "exactness", "loops", "glitches", "frequencies", "summary"):
+        add(FAULTS, part=part)
+    for bin in range(20):
+        add(catalogue.SCORE_PIT, bin=str(bin))
+    for metric in (catalogue.SCORE_SQUARES, catalogue.SCORE_STEP_SQUARES, catalogue.SCORE_PAIRS):
+        add(metric)
+    add_all(catalogue.SAMPLER_SECONDS)
+    add_all(catalogue.TOP_N_GIVEN_UP)
+    return found
+
+
 def test_recorder_exposes_the_whole_table_from_the_start(folder):
-    """Label values that are known are there with 0, so that a rate over them is right from the first increment."""
-    make_recorder(folder, engine=3)
+    """Label values that are known are there with 0, so that a rate over them is right from the first increment.
+
+    Not there yet: refusals, which another process counts, and divergences, of which 0 would say that there is none.
+    """
+    make_recorder(folder, engine=3, glitches=np.zeros(300, bool), summary_seconds=10)
     shown = samples(FolderCollector(folder).collect())
-    common = {"model_name": "m", "engine": "3", "arm": "gumbel"}
-    expected = {(SAMPLED, frozenset({**common, "arm": arm}.items())): [0.0] for arm in ("gumbel", "default")}
-    expected |= {(f"{GIVEN_UP}_{part}", frozenset(common.items())): [0.0] for part in ("count", "sum")}
-    expected |= {(ANOMALOUS, frozenset({**common, "kind": kind}.items())): [0.0] for kind in KINDS}
-    expected[(FAULTS, frozenset({**common, "part": "recorder"}.items()))] = [0.0]
-    expected[(INFO, frozenset({**common, **BUILD}.items()))] = [1.0]
-    assert shown == expected
-    by_name = {metric.exposed_name: metric for metric in catalogue.CATALOGUE if metric.exposed_name != REJECTED}
+    assert shown == expected_at_first("3")
+    later = (catalogue.REJECTED_PARAMS, catalogue.TOKEN_FREQUENCY_KL)
+    by_name = {metric.exposed_name: metric for metric in catalogue.CATALOGUE if metric not in later}
     for name, labels in shown:
-        assert {label for label, _ in labels} == set(by_name[re.sub("_(count|sum)$", "", name)].label_names)
-    assert set(by_name) == {re.sub("_(count|sum)$", "", name) for name, _ in shown}
-    assert set(KINDS) == set(catalogue.AnomalyKind)
+        metric = by_name[re.sub("_(count|sum|bucket)$", "", name)]
+        assert {label for label, _ in labels} - {"le"} == set(metric.label_names)
+    assert set(by_name) == {re.sub("_(count|sum|bucket)$", "", name) for name, _ in shown}
+
+
+def test_what_is_switched_off_is_not_shown(folder):
+    off = dict.fromkeys(("watch_loops", "watch_glitches", "watch_frequencies", "watch_time"), False)
+    recorder = make_recorder(folder, settings=SamplerSettings(watch=0, **off))
+    recorder.record(step(1, 2, watched=watched([0])))
+    recorder.seconds(1.0)
+    shown = samples(FolderCollector(folder).collect())
+    kept = (SAMPLED, ANOMALOUS, FAULTS, catalogue.REQUESTS, catalogue.TOP_N_GIVEN_UP, catalogue.BUILD_INFO)
+    assert {re.sub("_(count|sum)$", "", name) for name, _ in shown} == {metric.exposed_name for metric in kept}
+    assert (total(folder), total(folder, FAULTS)) == (2, 0)
 
 
 def test_steps_are_counted_by_kind_and_discarded_rows_are_not(folder, said):
     recorder = make_recorder(folder)
-    recorder.step(flags(0, 0, 0), None)
-    recorder.step(flags(Flag.NONFINITE, Flag.NONFINITE | Flag.NO_CANDIDATE, Flag.PADDED, 0), None)
-    recorder.step(flags(Flag.NONFINITE, Flag.PADDED), np.array([False, True]))
-    recorder.step(flags(), None)
+    recorder.record(step(flags=[0, 0, 0]))
+    recorder.record(step(flags=[Flag.NONFINITE, Flag.NONFINITE | Flag.NO_CANDIDATE, Flag.PADDED, 0]))
+    recorder.record(step(flags=[Flag.NONFINITE, Flag.PADDED]), np.array([False, True]))
+    recorder.record(step())
     assert total(folder) == 8
     assert [total(folder, ANOMALOUS, kind=kind) for kind in KINDS] == [2, 1, 2]
     assert total(folder, FAULTS) == 0
@@ -141,7 +165,7 @@ def test_workers_add_up_and_what_a_dead_one_counted_stays(folder):
     work(folder, 1, 20)
     assert (total(folder), total(folder, engine="1")) == (33, 28)
     assert [total(folder, ANOMALOUS, kind=kind) for kind in KINDS] == [3, 3, 0]
-    assert total(folder, INFO, engine="1") == 1, "a gauge is not summed over processes"
+    assert total(folder, catalogue.BUILD_INFO, engine="1") == 1, "a gauge is not summed over processes"
 
 
 def test_workers_counters_are_shown_once_and_survive_vllms_clean_up(folder, monkeypatch):
@@ -152,16 +176,17 @@ def test_workers_counters_are_shown_once_and_survive_vllms_clean_up(folder, monk
 
     monkeypatch.setattr(plugin, "_shown_folders", set())
     before = set(prometheus_client.REGISTRY._collector_to_names)
-    make_recorder(folder).step(flags(0, 0), None)
+    make_recorder(folder).record(step(flags=[0, 0]))
     try:
         for _engine in range(2):
             plugin._show_metrics()
             unregister_vllm_metrics()
         shown = samples(get_prometheus_registry().collect()).items()  # an engine of this process shows its own too
-        ours = [each for (name, labels), each in shown if name == SAMPLED and ("model_name", "m") in labels]
+        tokens = [(labels, each) for (name, labels), each in shown if name == SAMPLED.exposed_name]
+        ours = [each for labels, each in tokens if ("model_name", "m") in labels]
         assert ours == [[2.0], [0.0]]
         text = prometheus_client.generate_latest(get_prometheus_registry()).decode()
-        assert f'{SAMPLED}{{arm="gumbel",engine="0",model_name="m"}} 2.0' in text
+        assert f'{SAMPLED.exposed_name}{{arm="gumbel",engine="0",model_name="m"}} 2.0' in text
     finally:
         now = set(prometheus_client.REGISTRY._collector_to_names)
         for each in now ^ before:  # those of an engine in this process come back
@@ -193,16 +218,11 @@ def test_with_a_folder_of_the_host_everything_is_shown_once(tmp_path, monkeypatc
     plugin._show_metrics()
     assert set(prometheus_client.REGISTRY._collector_to_names) == before, "the host shows the folder already"
     shown = samples(get_prometheus_registry().collect())
-    ours = {name: each for (name, labels), each in shown.items() if ("arm", "default") not in labels}
-    assert {name: each for name, each in ours.items() if name != ANOMALOUS} == {
-        SAMPLED: [13.0],
-        f"{GIVEN_UP}_count": [0.0],
-        f"{GIVEN_UP}_sum": [0.0],
-        FAULTS: [0.0],
-        INFO: [1.0],
-        "of_the_host_total": [200.0],
-        "of_the_host_too_total": [14.0],
-    }
+    assert {len(each) for each in shown.values()} == {1}
+    sums = {name: sum(sum(each) for (have, _), each in shown.items() if have == name) for name, _ in shown}
+    assert [sums[each.exposed_name] for each in (SAMPLED, FAULTS, catalogue.BUILD_INFO)] == [13, 0, 1]
+    theirs = {name: value for name, value in sums.items() if not name.startswith(catalogue.PREFIX)}
+    assert theirs == {"of_the_host_total": 200.0, "of_the_host_too_total": 14.0}
     assert not list(tmp_path.glob("*.db")), "the private folder is not used"
 
 
@@ -225,48 +245,16 @@ def test_the_process_keeps_its_own_kind_of_values(host, folder, monkeypatch):
     assert not any("of_somebody_else" in path.read_bytes().decode("latin1") for path in folder.glob("*.db"))
 
 
-def test_counter_that_fails_is_a_fault_and_is_logged_once(folder, said):
-    """vllm#6642, vllm#26372, vllm#43031: a negative increment, a mask that does not fit; no exception comes out."""
-    recorder = make_recorder(folder)
-    sampled = recorder._sampled
-    recorder._sampled = SimpleNamespace(inc=lambda amount: sampled.inc(-amount))
-    for _ in range(3):
-        recorder.step(flags(0, 0), None)
-    assert total(folder, FAULTS) == 3
-    assert total(folder) == 0
-    assert len(said) == 1
-    assert "ValueError" in said[0]
-    assert "tokens keep flowing" in said[0]
-    recorder._sampled = sampled
-    recorder.step(flags(0, 0), np.array([True]))
-    assert (total(folder, FAULTS), len(said)) == (4, 2)
-    recorder.step(flags(0, 0), None)
-    assert total(folder) == 2, "counting goes on"
-
-
-def test_even_faults_that_cannot_be_counted_do_no_harm(folder, said):
-    recorder = make_recorder(folder)
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    recorder._sampled = recorder._faults = SimpleNamespace(inc=fail)
-    for _ in range(3):
-        recorder.step(flags(0), None)
-    assert len(said) == 2
-    assert all("No space left on device" in line for line in said)
-
-
 def test_tokens_flow_when_nothing_can_be_counted(folder, said):
     from tests.test_v1_sampler import batch_of, draw, mixed, random_logits, tokens_of
     from vllm_gumbel.integration.v1 import GumbelSampler
 
     batch, logits = batch_of(mixed(7)), random_logits(7)
     sampler = GumbelSampler(recorder=make_recorder(folder))
-    sampler.recorder._sampled = None
+    sampler.recorder.sampled.clear()
     assert tokens_of(sampler(logits.clone(), batch.sampling_metadata)) == draw(logits, batch)
     assert total(folder, FAULTS) == 1
-    assert any("AttributeError" in line for line in said)
+    assert any("KeyError" in line for line in said)
 
 
 def test_sampler_counts_what_is_sent_by_kind(folder):
@@ -319,9 +307,9 @@ def test_worker_counts_under_the_served_name_and_says_what_draws(worker_config, 
     from vllm_gumbel.integration.v1 import GumbelSampler
 
     sampler = GumbelSampler.from_vllm_config(worker_config)
-    sampler.recorder.step(flags(0), None)
+    sampler.recorder.record(step(flags=[0]))
     assert total(folder, model_name="shown", engine="0", arm="gumbel") == 1
-    assert total(folder, INFO, backend="reference", noise_version="1", runner="v1") == 1
+    assert total(folder, catalogue.BUILD_INFO, backend="reference", noise_version="1", runner="v1") == 1
     assert any("draws with backend 'reference'" in line for line in said)
 
 
@@ -362,7 +350,7 @@ def test_broken_file_does_not_end_the_scrape(content, folder, said):
         list(collector.collect())
     assert len(said) == 1
     (folder / "counter_1-gumbel.db").unlink()
-    assert SAMPLED in {name for name, _ in samples(collector.collect())}
+    assert SAMPLED.exposed_name in {name for name, _ in samples(collector.collect())}
 
 
 def test_collector_has_no_name_by_which_vllm_would_find_it():

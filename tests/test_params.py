@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from vllm_gumbel import GumbelParams
-from vllm_gumbel.params import CONTRADICTIONS, MOST_INT32, PRESETS, SEED_RANGE, ParamsError, check_seed
+from vllm_gumbel.params import (
+    CONTRADICTIONS,
+    MOST_INT32,
+    PRESETS,
+    SEED_RANGE,
+    Asked,
+    ParamsError,
+    ServerRules,
+    check_seed,
+)
 
 NAN, INFINITY = float("nan"), float("inf")
 UNKNOWN = f"is not a known parameter (known: {', '.join(GumbelParams.model_fields)})"
@@ -168,11 +177,15 @@ def test_params_cannot_be_changed_after_validation():
 
 
 def test_presets_of_a_server_add_to_what_is_there():
-    presets = {**PRESETS, "wild": 1.8}
-    params = GumbelParams.from_extra_args({"gumbel_preset": "wild"}, presets=presets)
-    assert params.temperature(1.0, 100, presets) == 1.8
-    with pytest.raises(ParamsError, match="must be one of creative, factual, wild, got 'tame'"):
-        GumbelParams.from_extra_args({"gumbel_preset": "tame"}, presets=presets)
+    rules = ServerRules({**PRESETS, "wild": 1.8, "factual": 0.2})
+    params = GumbelParams.from_extra_args({"gumbel_preset": "wild"}, rules=rules)
+    assert params.temperature(1.0, 100, rules) == 1.8
+    factual = GumbelParams.from_extra_args({"gumbel_preset": "factual"}, rules=rules)
+    assert factual.temperature(1.0, 100, rules) == 0.2, "in place of ours"
+    for value in ("tame", None, 7, ["wild"]):
+        with pytest.raises(ParamsError, match="must be one of creative, factual, wild, got ") as refused:
+            GumbelParams.from_extra_args({"gumbel_preset": value}, rules=rules)
+        assert str(refused.value).endswith(f"got {value!r}")
 
 
 @pytest.mark.parametrize(
@@ -204,7 +217,8 @@ def test_every_contradiction_names_two_things_that_exist():
     for rule in CONTRADICTIONS:
         assert rule.key in GumbelParams.model_fields
         assert rule.other.split()[0] in {*GumbelParams.model_fields, "temperature"}
-        assert not rule.holds(GumbelParams(), 1.0)
+        assert set(rule.others) <= set(GumbelParams.model_fields)
+        assert not rule.holds(Asked(GumbelParams(), 1.0, 1.0))
 
 
 def test_readme_shows_the_table_of_keys():

@@ -15,9 +15,23 @@ SOURCES = {
     "threads": (None, ("3", 3), 2),
     "on_bad_row": ("stop", ("lowest", "lowest"), "stop"),
     "salt": (0, ("-5", -5), 2**64 - 1),
+    "presets": ({}, ('{"calm": 0.3}', {"calm": 0.3}), {"calm": 0.5}),
+    "request_defaults": (
+        {},
+        ('{"gumbel_noise_scale": 0.5}', {"gumbel_noise_scale": 0.5}),
+        {"gumbel_noise_scale": 0.25},
+    ),
     "noise": ("own", ("stock", "stock"), "own"),
     "verification": ("exact", ("rejection", "rejection"), "exact"),
     "metrics": (True, ("false", False), True),
+    "metrics_address": (None, ("0.0.0.0:9100", "0.0.0.0:9100"), "127.0.0.1:9200"),
+    "watch": (0.125, ("0.5", 0.5), 0),
+    "watch_loops": (True, ("false", False), True),
+    "watch_glitches": (True, ("0", False), True),
+    "watch_frequencies": (True, ("no", False), True),
+    "watch_time": (True, ("off", False), True),
+    "improbable_below": (1e-6, ("1e-4", 1e-4), 0.5),
+    "token_profile": (None, ("a.json", "a.json"), "b.json"),
 }
 
 
@@ -79,6 +93,75 @@ def test_refusal_names_field_rule_and_value(given, said):
     assert str(refused.value).startswith(f"sampler config: {said}")
     ((key, value),) = given.items()
     assert str(refused.value).endswith(f"got {value!r}" if key in FIELDS else f"; known: {', '.join(FIELDS)}")
+
+
+#: (settings, what the refusal says and the value that it ends with); a default is refused by the rules for requests.
+REFUSED_OBJECTS = [
+    ({"presets": [1]}, "presets: Input should be a valid dictionary", [1]),
+    ({"presets": None}, "presets: Input should be a valid dictionary", None),
+    ({"presets": {"Calm": 0.3}}, "presets.Calm.[key]: String should match pattern", "Calm"),
+    ({"presets": {"calm down": 0.3}}, "presets.calm down.[key]: String should match pattern", "calm down"),
+    ({"presets": {"": 0.3}}, "presets..[key]: String should match pattern", ""),
+    ({"presets": {1: 0.3}}, "presets.1.[key]: Input should be a valid string", 1),
+    ({"presets": {"calm": 0.001}}, "presets.calm: Input should be 0 or a number from 0.01 to 2", 0.001),
+    ({"presets": {"calm": -1}}, "presets.calm: Input should be 0 or a number from 0.01 to 2", -1),
+    ({"presets": {"calm": 2.01}}, "presets.calm: Input should be 0 or a number from 0.01 to 2", 2.01),
+    ({"presets": {"calm": float("nan")}}, "presets.calm: Input should be 0 or a number from 0.01 to 2", float("nan")),
+    ({"presets": {"calm": float("inf")}}, "presets.calm: Input should be 0 or a number from 0.01 to 2", float("inf")),
+    ({"presets": {"calm": True}}, "presets.calm: Input should be a valid number", True),
+    ({"presets": {"calm": "0.3"}}, "presets.calm: Input should be a valid number", "0.3"),
+    ({"request_defaults": 3}, "request_defaults: Input should be a valid dictionary", 3),
+    (
+        {"request_defaults": {"gumbel_salt": 3}},
+        "request_defaults: gumbel_salt is set for all requests by the setting",
+        3,
+    ),
+    (
+        {"request_defaults": {"gumbel_pepper": 3}},
+        "request_defaults: gumbel_pepper is not a known parameter (known: ",
+        3,
+    ),
+    ({"request_defaults": {"temperature": 3}}, "request_defaults: temperature is not a known parameter (known: ", 3),
+    ({"request_defaults": {"gumbel_top_n": 0}}, "request_defaults: gumbel_top_n must be an integer from 1 to ", 0),
+    ({"request_defaults": {"gumbel_top_n": None}}, "request_defaults: gumbel_top_n must be an integer from 1", None),
+    (
+        {"presets": {"calm": 1}, "request_defaults": {"gumbel_preset": "x"}},
+        "request_defaults: gumbel_preset must be one of creative, factual, calm",
+        "x",
+    ),
+    (
+        {"request_defaults": {"gumbel_sampler": "default", "gumbel_tail_boost": 0.5}},
+        "request_defaults: gumbel_tail_boost contradicts gumbel_sampler 'default': ",
+        0.5,
+    ),
+    (
+        {"presets": {"best": 0}, "request_defaults": {"gumbel_preset": "best", "gumbel_hybrid_steps": 4}},
+        "request_defaults: gumbel_hybrid_steps contradicts temperature 0: ",
+        4,
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "said", "value"), REFUSED_OBJECTS)
+def test_refusal_of_presets_and_defaults_names_setting_rule_and_value(given, said, value):
+    with pytest.raises(SettingsError) as refused:
+        parse(given)
+    assert str(refused.value).startswith(f"sampler config: {said}")
+    assert str(refused.value).endswith(f", got {value!r}")
+
+
+def test_presets_and_defaults_are_merged_name_by_name(monkeypatch):
+    monkeypatch.setenv("GUMBEL_PRESETS", '{"calm": 0.3, "hot": 1.9}')
+    monkeypatch.setenv("GUMBEL_REQUEST_DEFAULTS", '{"gumbel_preset": "calm", "gumbel_top_n": 5}')
+    settings = parse({"presets": {"calm": 0}, "request_defaults": {"gumbel_top_n": 7}})
+    assert settings.rules.presets == {"creative": 1.0, "factual": 0.7, "calm": 0, "hot": 1.9}
+    assert settings.rules.defaults == {"gumbel_preset": "calm", "gumbel_top_n": 7}
+
+
+def test_variable_that_is_no_json_is_refused_by_its_setting(monkeypatch):
+    monkeypatch.setenv("GUMBEL_PRESETS", '{"calm": 0.3')
+    with pytest.raises(SettingsError, match=r"field \"presets\".*line 1 column.*, got '\{\"calm\": 0.3'$"):
+        parse(None)
 
 
 def test_long_value_is_shortened():

@@ -237,6 +237,33 @@ def test_key_that_runner_v2_does_not_honour_is_refused():
             refuse_unhonoured(GumbelParams(gumbel_salt=3, **{key: value}))
 
 
+@pytest.mark.parametrize(
+    "defaults",
+    [
+        {},
+        {"gumbel_preset": "calm", "gumbel_top_n": 5},
+        {"gumbel_noise_scale": 1.0, "gumbel_temperature_rule": "log_vocab"},
+    ],
+)
+def test_default_of_a_key_that_runner_v2_honours_is_accepted(defaults):
+    settings = with_settings(presets={"calm": 0.3}, request_defaults=defaults)
+    GumbelSampler.check_config(SimpleNamespace(**{**SERVED, **settings}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("gumbel_sampler", "default"), ("gumbel_noise_scale", 0.5), ("gumbel_return_info", True)]
+)
+def test_default_of_a_key_that_runner_v2_does_not_honour_is_refused_at_start_up(key, value):
+    """Or every request would be a 400."""
+    settings = with_settings(request_defaults={"gumbel_top_n": 5, key: value})
+    with pytest.raises(compat.UnsupportedError) as refused:
+        GumbelSampler.check_config(SimpleNamespace(**{**SERVED, **settings}))
+    assert str(refused.value) == (
+        f"sampler 'gumbel': request_defaults: {key} has an effect under vLLM's model runner V1 only, got {value!r}: "
+        "remove it, or set VLLM_USE_V2_MODEL_RUNNER=0"
+    )
+
+
 def test_frontend_learns_the_class_without_loading_runner_v2():
     """An API server on a machine without Triton resolves samplers of V1."""
     resolved = "import sys; from vllm_gumbel.integration import registry; registry.resolve('gumbel')"

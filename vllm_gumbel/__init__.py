@@ -5,6 +5,7 @@ Importing this package loads neither torch nor vLLM. Public names:
     SamplerSettings   what a server sets
     GumbelParams      what one request sets
     register_sampler  give a sampler of your own a name for `--sampler`
+    seeds             what requests of an `LLM` with `gumbel_return_info` were drawn with
 """
 
 from importlib import import_module
@@ -13,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_gumbel.integration.registry import register_sampler
+    from vllm_gumbel.integration.replay import seeds
     from vllm_gumbel.params import GumbelParams
     from vllm_gumbel.settings import SamplerSettings
 
 __version__ = version("vllm-gumbel")
-__all__ = ["GumbelParams", "SamplerSettings", "__version__", "register_sampler"]
+__all__ = ["GumbelParams", "SamplerSettings", "__version__", "register_sampler", "seeds"]
 
 _HOME = {
     "GumbelParams": "vllm_gumbel.params",
     "SamplerSettings": "vllm_gumbel.settings",
     "register_sampler": "vllm_gumbel.integration.registry",
+    "seeds": "vllm_gumbel.integration.replay",
 }
 
 

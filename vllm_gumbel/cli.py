@@ -9,8 +9,10 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -97,6 +99,125 @@ def run_explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what is read and what is written."""
+    from vllm_gumbel.metrics.exporter import PRIVATE_VARIABLE
+
+    parser.add_argument("out", type=Path, help="file to write; --sampler-config's token_profile takes it")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=os.environ.get(PRIVATE_VARIABLE),
+        help=f"the server's folder of metrics, which {PRIVATE_VARIABLE} sets for both; default: that",
+    )
+    parser.add_argument("--arm", choices=["gumbel", "default"], default="gumbel", help="whose tokens; default gumbel")
+
+
+def run_profile(arguments: argparse.Namespace) -> int:
+    """Writes how often each token was drawn by a server."""
+    from vllm_gumbel.metrics.frequencies import ProfileError, counts_of_folder, write_profile
+
+    try:
+        if arguments.folder is None:
+            raise ProfileError("--folder must name the server's folder of metrics (see --help)")
+        counts = counts_of_folder(Path(arguments.folder), arguments.arm)
+        write_profile(arguments.out, counts)
+    except ProfileError as error:
+        print(f"vllm-gumbel profile: {error}", file=sys.stderr)
+        return 1
+    print(f"{counts.sum():,} tokens, {(counts > 0).sum():,} ids of {len(counts):,}: {arguments.out}")
+    return 0
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what is judged, and by which chance of a false alarm."""
+    parser.description = (
+        "Judge everything counted since the server started; with --seconds only what is counted from now on; with "
+        "--watch what is counted from now on, looked at again and again. Exit code: 0 every arm with traffic draws "
+        "exactly, 1 one does not, 2 wrong usage, 3 unknown: too few tokens, or no answer."
+    )
+    parser.add_argument("url", type=_address, help="of the server or of its /metrics; http without a scheme")
+    parser.add_argument("--seconds", type=_positive, help="how long to count; with --watch between looks, default 30")
+    parser.add_argument("--watch", action="store_true", help="look until an arm is not exact; see --alpha")
+    parser.add_argument("--since-start", action="store_true", help="with these, judge everything since the start still")
+    parser.add_argument(
+        "--alpha",
+        type=_chance,
+        default=1e-6,
+        help="chance that an exact server is called not exact, tests, arms and looks together (look k of --watch gets "
+        "1 / (k (k + 1)) of it); default 1e-6",
+    )
+    parser.add_argument("--arm", help="judge this arm only; default: every arm with traffic")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON a look")
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Says whether a server draws exactly."""
+    from vllm_gumbel import check
+
+    return check.run(
+        arguments.url,
+        seconds=arguments.seconds,
+        watch=arguments.watch,
+        since_start=arguments.since_start,
+        alpha=arguments.alpha,
+        arm=arguments.arm,
+        json_lines=arguments.json,
+    )
+
+
+def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds where to look, and how often."""
+    parser.add_argument("url", type=_address, help="of the server or of its /metrics; http without a scheme")
+    parser.add_argument("--interval", type=_positive, default=2.0, help="seconds between two looks; default 2")
+    parser.add_argument("--once", action="store_true", help="end after one view, which takes two looks")
+
+
+def run_top(arguments: argparse.Namespace) -> int:
+    """Shows a server until interrupted."""
+    from vllm_gumbel import top
+
+    return top.run(arguments.url, interval=arguments.interval, once=arguments.once)
+
+
+def _address(text: str) -> str:
+    """Returns the address of a metrics page; any other text is wrong usage."""
+    from vllm_gumbel.metrics.scrape import ScrapeError, page_address
+
+    try:
+        return page_address(text)
+    except ScrapeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> float:
+    """Returns a number of seconds, above 0 and of a week at most."""
+    if not 0 < (value := float(text)) <= 604_800:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most a week (604800 s), got {text}")
+    return value
+
+
+def _chance(text: str) -> float:
+    """Returns a number between 0 and 1, excluded."""
+    if not 1e-100 <= (value := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be a chance above 0 (1e-100 at least) and below 1, got {text}")
+    return value
+
+
+def add_glitch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds whose glitch tokens are wanted, and how they are printed."""
+    parser.add_argument("model", nargs="?", help="folder of a model; default: that of `vllm-gumbel model`")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument("--all", action="store_true", help="show every id of each kind, not only the clearest")
+
+
+def run_glitch(arguments: argparse.Namespace) -> int:
+    """Prints which ids of a model are glitch tokens."""
+    from vllm_gumbel.glitch_report import run
+
+    return run(arguments)
+
+
 def _value(text: str) -> object:
     """Returns what a value on the command line is in JSON; a word stays a word."""
     try:
@@ -125,6 +246,16 @@ COMMANDS = {
         run_explain,
     ),
     "params": Command("print what a request can set, and what is refused together", add_no_arguments, run_params),
+    "profile": Command(
+        "write how often each token was drawn by a server, to compare later ones with",
+        add_profile_arguments,
+        run_profile,
+    ),
+    "check": Command(
+        "say whether a running server draws exactly, from what it has counted", add_check_arguments, run_check
+    ),
+    "top": Command("show live what a running server draws, and how exactly", add_top_arguments, run_top),
+    "glitch": Command("print which ids of a model are glitch tokens", add_glitch_arguments, run_glitch),
     "settings": Command(
         "print what a server can set with --sampler-config, LLM(additional_config=...) or the environment",
         add_no_arguments,
@@ -163,3 +294,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return COMMANDS[arguments.command].run(arguments)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read has read enough; Python would complain again when it closes the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
-import os
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vllm_gumbel.cache import default_cache
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,11 +54,6 @@ OTHER_TENSORS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.
 
 class ModelUnavailable(RuntimeError):  # noqa: N818  (it says what is the case)
     """The default model cannot be prepared here; the message says what is missing and how to get it."""
-
-
-def default_cache() -> Path:
-    """Returns the folder that prepared models are kept in: `$XDG_CACHE_HOME/vllm-gumbel`, else under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-gumbel"
 
 
 def prepare(cache: Path | None = None) -> Path:

@@ -6,6 +6,9 @@ others pass untouched.
 
 Two tables are the whole of it: the fields of `GumbelParams`, with range, default, effect and cost, and
 `CONTRADICTIONS`, the combinations that are refused. Every other combination composes.
+
+A server may give keys defaults and add presets, its `ServerRules`. A key that the request sets wins; a default that
+contradicts what the request asks is left out for that request, so that no default makes a request fail.
 """
 
 import math
@@ -27,6 +30,22 @@ API_TEMPERATURE = 1.0
 
 #: What `gumbel_preset` stands for: name -> temperature.
 PRESETS: Mapping[str, float] = {"creative": 1.0, "factual": 0.7}
+
+
+class ServerRules(NamedTuple):
+    """What a server lays down for the keys of its requests.
+
+    Attributes:
+        presets: name -> temperature; all that there are.
+        defaults: key -> value, where a request does not set the key.
+    """
+
+    presets: Mapping[str, float] = PRESETS
+    defaults: Mapping[str, Any] = {}
+
+
+#: A server that lays down nothing of its own.
+NO_RULES = ServerRules()
 
 
 class ParamsError(ValueError):
@@ -85,7 +104,7 @@ class GumbelParams(BaseModel):
     gumbel_preset: str | None = _key(
         None,
         f"must be one of {', '.join(PRESETS)}",
-        values=", ".join(f"`{name}`" for name in PRESETS),
+        values=", ".join(f"`{name}`" for name in PRESETS) + ", the server's `presets`",
         unset="none",
         effect="a temperature: " + ", ".join(f"`{name}` {value:g}" for name, value in PRESETS.items()) + "; only where "
         "the request's own is 1, the API's default",
@@ -163,8 +182,9 @@ class GumbelParams(BaseModel):
         "must be true or false",
         values="true, false",
         unset="false",
-        effect="nothing: the worker logs seed and salt of the request at debug level, so that it can be replayed",
-        cost="one line of the log",
+        effect="nothing: the worker remembers seed and salt of the request, for `vllm_gumbel.seeds(llm)`, and logs "
+        "them at debug level, so that it can be replayed",
+        cost="none; the last 10,000 requests are remembered",
     )
 
     @classmethod
@@ -172,36 +192,46 @@ class GumbelParams(BaseModel):
         cls,
         extra_args: Mapping[str, Any] | None,
         temperature: float = API_TEMPERATURE,
-        presets: Mapping[str, float] = PRESETS,
+        rules: ServerRules = NO_RULES,
     ) -> "GumbelParams":
-        """Return the parameters among `extra_args`; None stands for no extra arguments.
+        """Return the parameters among `extra_args`, with the server's defaults; None stands for no extra arguments.
 
         Args:
             extra_args: of the request.
             temperature: of the request.
-            presets: name -> temperature.
+            rules: of the server.
 
         Raises:
             ParamsError: an unknown `gumbel_` key, a wrong type, a value out of range, or a contradiction.
         """
         given = {key: value for key, value in (extra_args or {}).items() if str(key).startswith(PREFIX)}
-        if not given:
+        defaults = {key: value for key, value in rules.defaults.items() if key not in given}
+        if not given and not defaults:
             return _DEFAULT
         for key, value in given.items():
-            if key not in cls.model_fields:
-                raise ParamsError(key, f"is not a known parameter (known: {', '.join(cls.model_fields)})", value)
+            require_known(key, value)
             if value is None:
-                raise ParamsError(key, str(cls.model_fields[key].description), value)
+                raise ParamsError(key, _rule(key, rules), value)
+        while True:
+            params = cls._validated({**defaults, **given}, rules)
+            refused = _contradiction(params, temperature, rules)
+            if refused is None:
+                return params
+            left_out = next((key for key in (refused.key, *refused.others) if key in defaults), None)
+            if left_out is None:
+                raise ParamsError(refused.key, f"contradicts {refused.other}: {refused.reason}", given[refused.key])
+            del defaults[left_out]
+
+    @classmethod
+    def _validated(cls, values: Mapping[str, Any], rules: ServerRules) -> "GumbelParams":
+        """Return parameters, each valid for itself."""
         try:
-            params = cls(**given)
+            params = cls(**values)
         except ValidationError as error:
             key = str(error.errors(include_input=False, include_url=False, include_context=False)[0]["loc"][0])
-            raise ParamsError(key, str(cls.model_fields[key].description), given[key]) from None
-        if params.gumbel_preset is not None and params.gumbel_preset not in presets:
-            raise ParamsError("gumbel_preset", f"must be one of {', '.join(presets)}", params.gumbel_preset)
-        for rule in CONTRADICTIONS:
-            if rule.holds(params, temperature):
-                raise ParamsError(rule.key, f"contradicts {rule.other}: {rule.reason}", given[rule.key])
+            raise ParamsError(key, _rule(key, rules), values[key]) from None
+        if params.gumbel_preset is not None and params.gumbel_preset not in rules.presets:
+            raise ParamsError("gumbel_preset", _rule("gumbel_preset", rules), params.gumbel_preset)
         return params
 
     @classmethod
@@ -225,9 +255,9 @@ class GumbelParams(BaseModel):
             or self.gumbel_noise_scale < 1
         )
 
-    def temperature(self, given: float, vocab: int, presets: Mapping[str, float] = PRESETS) -> float:
+    def temperature(self, given: float, vocab: int, rules: ServerRules = NO_RULES) -> float:
         """Return the temperature of a request that gave `given`, for a vocabulary of `vocab` ids."""
-        tau = given if self.gumbel_preset is None else presets[self.gumbel_preset]
+        tau = given if self.gumbel_preset is None else rules.presets[self.gumbel_preset]
         return tau * (1 + 0.1 * math.log(vocab)) if self.gumbel_temperature_rule == "log_vocab" else tau
 
     def top_k(self, given: int) -> int:
@@ -237,24 +267,41 @@ class GumbelParams(BaseModel):
         return min(given, self.gumbel_top_n) if given > 0 else self.gumbel_top_n
 
 
+class Asked(NamedTuple):
+    """What a request asks for, as far as parts of it can contradict each other.
+
+    Attributes:
+        params: its keys.
+        temperature: its own.
+        tau: what a preset makes of that.
+    """
+
+    params: GumbelParams
+    temperature: float
+    tau: float
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn at random."""
+        return self.tau < 1e-5  # as in `kernels.contract`, which needs NumPy
+
+
 class Contradiction(NamedTuple):
     """Two things that a request cannot ask for together.
 
     Attributes:
         key: the key that is refused.
         other: what it contradicts, as the refusal names it.
+        others: the keys that may have set that other thing.
         reason: why.
-        holds: whether a request with these parameters and this temperature asks for both.
+        holds: whether a request asks for both.
     """
 
     key: str
     other: str
+    others: tuple[str, ...]
     reason: str
-    holds: Callable[[GumbelParams, float], bool]
-
-
-def _is_greedy(temperature: float) -> bool:
-    return temperature < 1e-5  # as in `kernels.contract`, which needs NumPy
+    holds: Callable[[Asked], bool]
 
 
 #: The keys that say something about our noise, and whether parameters make use of them.
@@ -272,8 +319,15 @@ def _with_stock_sampler(key: str) -> Contradiction:
     return Contradiction(
         key,
         "gumbel_sampler 'default'",
+        ("gumbel_sampler",),
         "vLLM's own sampler does not draw with this noise",
-        lambda params, temperature: params.gumbel_sampler == "default" and used(params),
+        lambda asked: asked.params.gumbel_sampler == "default" and used(asked.params),
+    )
+
+
+def _with_greedy(key: str, reason: str, used: Callable[[GumbelParams], bool]) -> Contradiction:
+    return Contradiction(
+        key, "temperature 0", ("gumbel_preset",), reason, lambda asked: asked.is_greedy and used(asked.params)
     )
 
 
@@ -284,30 +338,39 @@ CONTRADICTIONS = (
     Contradiction(
         "gumbel_preset",
         "temperature",
+        (),
         "a preset sets the temperature, so the request must leave it at 1, the API's default",
-        lambda params, temperature: params.gumbel_preset is not None and temperature != API_TEMPERATURE,
+        lambda asked: asked.params.gumbel_preset is not None and asked.temperature != API_TEMPERATURE,
     ),
-    Contradiction(
-        "gumbel_hybrid_steps",
-        "temperature 0",
-        "greedy decoding draws nothing at random",
-        lambda params, temperature: params.gumbel_hybrid_steps > 0 and _is_greedy(temperature),
-    ),
-    Contradiction(
-        "gumbel_tail_boost",
-        "temperature 0",
-        "greedy decoding has no noise",
-        lambda params, temperature: params.gumbel_tail_boost > 0 and _is_greedy(temperature),
-    ),
-    Contradiction(
-        "gumbel_noise_scale",
-        "temperature 0",
-        "greedy decoding has no noise to scale",
-        lambda params, temperature: 0 < params.gumbel_noise_scale < 1 and _is_greedy(temperature),
+    _with_greedy("gumbel_hybrid_steps", "greedy decoding draws nothing at random", _USES_NOISE["gumbel_hybrid_steps"]),
+    _with_greedy("gumbel_tail_boost", "greedy decoding has no noise", _USES_NOISE["gumbel_tail_boost"]),
+    _with_greedy(
+        "gumbel_noise_scale", "greedy decoding has no noise to scale", lambda params: 0 < params.gumbel_noise_scale < 1
     ),
 )
 
+
+def _contradiction(params: GumbelParams, temperature: float, rules: ServerRules) -> Contradiction | None:
+    """Return the first contradiction in what a request asks for, None if there is none."""
+    tau = temperature if params.gumbel_preset is None else rules.presets[params.gumbel_preset]
+    asked = Asked(params, temperature, tau)
+    return next((each for each in CONTRADICTIONS if each.holds(asked)), None)
+
+
+def _rule(key: str, rules: ServerRules) -> str:
+    """Return the rule of a key in words, as a refusal prints it."""
+    if key == "gumbel_preset":
+        return f"must be one of {', '.join(rules.presets)}"
+    return str(GumbelParams.model_fields[key].description)
+
+
 _DEFAULT = GumbelParams()
+
+
+def require_known(key: str, value: object) -> None:
+    """Raise `ParamsError` for a key that there is not."""
+    if key not in GumbelParams.model_fields:
+        raise ParamsError(key, f"is not a known parameter (known: {', '.join(GumbelParams.model_fields)})", value)
 
 
 def check_seed(seed: int | None) -> None:

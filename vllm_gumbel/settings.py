@@ -1,8 +1,8 @@
 """What a server sets: `SamplerSettings`, from `--sampler-config`, `additional_config` or the environment.
 
-Given values win over environment variables, those over defaults. An environment variable is `GUMBEL_` and the field's
-name in capitals (not `VLLM_...`, which vLLM reports as unknown). They are read once, in the process that builds
-vLLM's configuration, and travel from there to every worker.
+Given values win over environment variables, those over defaults; of objects, name by name. An environment variable is
+`GUMBEL_` and the field's name in capitals (not `VLLM_...`, which vLLM reports as unknown); objects are JSON there. They
+are read once, in the process that builds vLLM's configuration, and travel from there to every worker.
 """
 
 import json
@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsError as SourceError
 
-from vllm_gumbel.params import shorten
+from vllm_gumbel.params import PRESETS, GumbelParams, ParamsError, ServerRules, require_known, shorten
 
 
 def _no_boolean(value: object) -> object:
@@ -25,7 +34,16 @@ def _no_boolean(value: object) -> object:
     return value
 
 
+def _temperature(value: float) -> float:
+    """Refuse a temperature that a request could not ask for: vLLM raises those between 0 and 0.01."""
+    if value != 0 and not 0.01 <= value <= 2:
+        raise PydanticCustomError("temperature", "Input should be 0 or a number from 0.01 to 2")
+    return value
+
+
 Integer = Annotated[int, BeforeValidator(_no_boolean)]
+PresetName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+PresetTemperature = Annotated[float, Field(strict=True), AfterValidator(_temperature)]
 
 
 class SettingsError(ValueError):
@@ -62,6 +80,16 @@ class SamplerSettings(BaseSettings):
         lt=2**64,
         description="Mixed into the seed of every request that sets no `gumbel_salt` of its own.",
     )
+    presets: dict[PresetName, PresetTemperature] = Field(
+        {},
+        description="What `gumbel_preset` may name beside `creative` and `factual`, or in their place: an object of "
+        "names and temperatures, 0 or 0.01 to 2.",
+    )
+    request_defaults: dict[str, Any] = Field(
+        {},
+        description="What a request's keys are where it does not set them: an object of keys and values. A default "
+        "that contradicts what a request asks is left out for it.",
+    )
     noise: Literal["own", "stock"] = Field(
         "own",
         description="Which noise decides: `own`, or with runner V2 and backend `triton` also `stock`, the noise of "
@@ -73,7 +101,60 @@ class SamplerSettings(BaseSettings):
         "with runner V2 only, is vLLM's way, which accepts more drafts of drafters that sample and keeps the law, not "
         "the tokens.",
     )
-    metrics: bool = Field(True, description="Whether the worker counts what it draws.")
+    metrics: bool = Field(True, description="Whether the worker counts what it draws; false switches off all below.")
+    metrics_address: str | None = Field(
+        None,
+        pattern=r"^[^:\s]+:[0-9]{1,5}$",
+        description="HOST:PORT at which a worker serves its node's metrics too, the port plus the index of its "
+        "data-parallel replica; for servers over several nodes, whose `/metrics` shows its own node only.",
+    )
+    watch: float = Field(
+        0.125,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share of the tokens whose distribution is looked at, chosen independently of what is drawn, so "
+        "that no choice biases the evidence; 0 switches it off.",
+    )
+    watch_loops: bool = Field(True, description="Whether loops and runs in generated texts are counted.")
+    watch_glitches: bool = Field(
+        True, description="Whether glitch tokens are counted; their list is made once per model and cached."
+    )
+    watch_frequencies: bool = Field(True, description="Whether each token's frequency is counted.")
+    watch_time: bool = Field(True, description="Whether the time in the sampler is measured.")
+    improbable_below: float = Field(
+        1e-6,
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+        description="Probability, at temperature 1 without filters, below which a drawn token counts as improbable.",
+    )
+    token_profile: str | None = Field(
+        None,
+        description="Path of a profile, written by `vllm-gumbel profile`, from which the KL of the token frequencies "
+        "is measured.",
+    )
+
+    @property
+    def rules(self) -> ServerRules:
+        """What these settings lay down for the keys of requests."""
+        return ServerRules({**PRESETS, **self.presets}, self.request_defaults)
+
+    @field_validator("request_defaults")
+    @classmethod
+    def _check_defaults(cls, defaults: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        """Refuse defaults that no request could set, by the rules for requests; `salt` has a field of its own."""
+        if "presets" not in info.data:  # refused already
+            return defaults
+        try:
+            for key, value in defaults.items():
+                require_known(key, value)
+                if key == "gumbel_salt":
+                    raise ParamsError(key, "is set for all requests by the setting `salt`", value)
+            GumbelParams.from_extra_args(defaults, rules=ServerRules({**PRESETS, **info.data["presets"]}))
+        except ParamsError as error:
+            raise PydanticCustomError("request_default", "{said}", {"said": str(error)}) from None
+        return defaults
 
     @classmethod
     def table(cls) -> list[tuple[str, str, str, str]]:
@@ -99,6 +180,8 @@ def parse(given: Mapping[str, Any] | None) -> SamplerSettings:
         settings = SamplerSettings(**known)
     except ValidationError as error:
         problems += [_describe(item) for item in error.errors()]
+    except SourceError as error:  # a variable that is no JSON
+        problems.append(f"{error}: {error.__cause__}, got {shorten(getattr(error.__cause__, 'doc', None))}")
     if unknown:
         names = ", ".join(shorten(key) for key in unknown)
         problems.append(f"unknown key {names}; known: {', '.join(SamplerSettings.model_fields)}")
@@ -143,4 +226,6 @@ def load(text: str) -> dict[str, Any]:
 def _describe(item: Mapping[str, Any]) -> str:
     """Return one pydantic problem as "field: rule, got value"."""
     name = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "request_default":  # names key and value itself
+        return f"{name}: {item['msg']}"
     return f"{name}: {item['msg']}, got {shorten(item['input'])}"

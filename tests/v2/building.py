@@ -11,14 +11,12 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers, post_update
 from vllm.v1.worker.gpu.states import RequestState
 
+from tests.recording import make_recorder
 from vllm_gumbel import SamplerSettings
 from vllm_gumbel.integration import choice
 from vllm_gumbel.integration.tally import Tally
 from vllm_gumbel.integration.v2 import GumbelSampler
 from vllm_gumbel.kernels.contract import RowParams
-from vllm_gumbel.metrics import catalogue
-from vllm_gumbel.metrics.exporter import FolderCollector
-from vllm_gumbel.metrics.recorder import Recorder
 
 CPU, LENGTH, DRAFTS = torch.device("cpu"), 64, 4
 
@@ -140,14 +138,9 @@ class Driver:
 
 def count_into(driver, folder):
     """Let a driver's sampler count into a folder."""
-    build = dict.fromkeys(catalogue.BUILD_INFO.labels, "x")
-    driver.sampler._tally = Tally(Recorder(folder, model_name="m", engine=0, build=build))
-
-
-def counted(folder, metric=catalogue.SAMPLED_TOKENS, **labels):
-    """Return the sum of a metric's samples in a folder whose labels include `labels`."""
-    samples = [sample for each in FolderCollector(folder).collect() for sample in each.samples]
-    return sum(s.value for s in samples if s.name == metric.exposed_name and labels.items() <= s.labels.items())
+    slots, vocab = driver.states.max_num_reqs, driver.states.vocab_size
+    recorder = make_recorder(folder, settings=driver.sampler.settings, vocab=vocab, slots=slots)
+    driver.sampler._tally = Tally(recorder)
 
 
 def random_logits(rows, vocab=300, seed=0, dtype=torch.float32):

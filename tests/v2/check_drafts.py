@@ -5,9 +5,11 @@ import pytest
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
+from tests.recording import total
 from tests.test_v1_sampler import MIXED, STOP
-from tests.v2.building import CPU, DRAFTS, Driver, count_into, counted, random_logits
+from tests.v2.building import CPU, DRAFTS, Driver, count_into, random_logits
 from vllm_gumbel.integration.speculative_v2 import Verifier, accept
+from vllm_gumbel.metrics import catalogue
 
 NAN = float("nan")
 
@@ -110,7 +112,8 @@ def test_tokens_and_logprobs_with_drafts_are_those_without(config, speculation, 
             assert ours == pytest.approx(values[step][i], abs=1e-5)
         sent += count
     assert len({int(n) for n in output.num_sampled}) > 3, "the case is hard only if some are accepted and some are not"
-    assert counted(tmp_path) == sent
+    assert total(tmp_path) == sent
+    assert total(tmp_path, catalogue.FAULTS) == 0
 
 
 def test_draft_that_a_grammar_forbids_is_not_accepted(config, speculation):
@@ -147,4 +150,5 @@ def test_rejection_starts_from_our_kept_sets_and_is_counted(config, speculation,
     assert set(output.sampled_token_ids[:, 0].tolist()) == {0, 1}
     assert set(output.num_sampled[1::2].tolist()) == {1, 2}
     assert set(output.num_sampled[::2].tolist()) == {1}
-    assert counted(tmp_path) == int(output.num_sampled.sum())
+    assert total(tmp_path) == int(output.num_sampled.sum())
+    assert total(tmp_path, catalogue.FAULTS) == 0

@@ -108,6 +108,7 @@ def test_what_a_verifier_asks_for_are_the_definitions_kept_sets(driver):
     kept[3, driver.sampler.sampling_states.bad_row_token.np[batch.idx_mapping_np[3]]] = 0
     np.testing.assert_array_equal(found.numpy(), kept)
     driver.sampler._flags.clear()
+    driver.sampler._seen.clear()
 
 
 def test_draws_that_only_compile_leave_nothing_behind(driver):
@@ -115,7 +116,7 @@ def test_draws_that_only_compile_leave_nothing_behind(driver):
     logits = random_logits(14)
     before = driver.tokens(logits)
     driver.sampler.compile(300, logits.device, [torch.float32, torch.bfloat16], rows=5000)
-    assert driver.sampler._flags == []
+    assert driver.sampler._flags == driver.sampler._seen == []
     assert driver.tokens(logits) == before
 
 

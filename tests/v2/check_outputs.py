@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.recording import total
 from tests.test_v1_sampler import MIXED, MODES, STOP, spoiled
-from tests.v2.building import Driver, count_into, counted, random_logits
+from tests.v2.building import Driver, count_into, random_logits
 from vllm_gumbel.kernels import sample_reference
 from vllm_gumbel.metrics import catalogue
 
@@ -105,19 +106,20 @@ def test_step_is_counted_by_kind_without_what_is_not_sent(config, backend, tmp_p
     bad, _ = spoiled(random_logits(19))
     bad[0, 295] = 100.0  # a padded id that would have won
     driver.draw(bad.clone())
-    assert counted(tmp_path) == 19
+    assert total(tmp_path) == 19
     kinds = ("nonfinite_logits", "no_candidate", "padded_id")
-    assert [counted(tmp_path, catalogue.ANOMALOUS_TOKENS, kind=kind) for kind in kinds] == [8, 4, 2]
+    assert [total(tmp_path, catalogue.ANOMALOUS_TOKENS, kind=kind) for kind in kinds] == [8, 4, 2]
     batch = driver.batch()
     batch.seq_lens[:10] = 1  # their prompts have three tokens
     assert driver.sampler(bad.clone(), batch).num_sampled.tolist() == [0] * 10 + [1] * 9
-    assert counted(tmp_path) == 19 + 9
+    assert total(tmp_path) == 19 + 9
     driver.add("_warmup_0_")
     driver.draw(random_logits(1), ["_warmup_0_"])
     profiling = driver.batch(["0", "1"])
     profiling.req_ids = ["req_0_a", "req_1_b"]
     driver.sampler(random_logits(2), profiling)
-    assert counted(tmp_path) == 19 + 9
+    assert total(tmp_path) == 19 + 9
+    assert total(tmp_path, catalogue.FAULTS) == 0
 
 
 def test_trace_that_is_replayed_comes_in_place_of_what_was_drawn(config, backend):

@@ -113,6 +113,13 @@ def require_supported_features_v2(config: "VllmConfig", device: str) -> None:
             )
 
 
+def log_interval() -> float:
+    """Return how often, in seconds, vLLM writes its statistics to the log."""
+    from vllm import envs
+
+    return float(envs.VLLM_LOG_STATS_INTERVAL)
+
+
 def is_warm_up(request_id: str) -> bool:
     """Return whether a request is one of those that runner V2 makes for itself, to warm up its kernels."""
     return request_id.startswith(("_warmup_", "_v2_mixed_warmup"))

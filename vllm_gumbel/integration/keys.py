@@ -18,7 +18,8 @@ from vllm_gumbel.integration.rows import RequestRow, Rows
 from vllm_gumbel.kernels import keyed_draws, loops, tail_noise
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NO_TOKEN, Draw, Logits, RowParams, widen
 from vllm_gumbel.metrics.refusals import count_refusal
-from vllm_gumbel.params import GumbelParams, ParamsError, check_seed
+from vllm_gumbel.params import NO_RULES, GumbelParams, ParamsError, check_seed
+from vllm_gumbel.settings import SamplerSettings
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ class Place:
     request: RequestRow
 
 
-def validate(params: SamplingParams) -> GumbelParams:
+def validate(params: SamplingParams, settings: SamplerSettings | None) -> GumbelParams:
     """Return the keys of a request; raise `ParamsError`, counted by key, if they or its seed are refused."""
+    rules = NO_RULES if settings is None else settings.rules
     try:
-        keys = GumbelParams.from_extra_args(params.extra_args, params.temperature)
+        keys = GumbelParams.from_extra_args(params.extra_args, params.temperature, rules)
         check_seed(params.seed)
         return keys
     except ParamsError as error:

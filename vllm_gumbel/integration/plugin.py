@@ -17,13 +17,16 @@ In a worker that chose a sampler, in the module of the runner it uses, `vllm.v1.
 - `RejectionSampler`, name replaced if the sampler asks for it: drafts verified by exact match. Can go with the above.
 - V1 only: `InputBatch`, name replaced if the sampler asks for it: seed and position per row. Can go when the runner
   hands positions to its sampler, as V2 does.
+- `gumbel_seeds`, an attribute added to `WorkerWrapperBase`, so that `collective_rpc` finds it by name: what requests
+  with `gumbel_return_info` draw with. Can go when a sampler's output can carry something to the client.
 
 In a process that takes requests, once a sampler was chosen:
 
 - `InputProcessor._build_logits_processors_params_validator`, wrapped: bad parameters become a 400. Can go when samplers
   can validate parameters.
-- `SamplingParams.from_optional`, wrapped: the same for streams, whose status is sent before vLLM checks; and a NaN
-  logit bias is refused, which vLLM turns into -100. Can go when vLLM checks before it streams.
+- `SamplingParams.from_optional`, wrapped: the same for streams, whose status is sent before vLLM checks; a NaN logit
+  bias is refused, which vLLM turns into -100; and an integer past 64 bits is refused by the name of its key. Can go
+  when vLLM checks before it streams.
 - `prometheus_client.REGISTRY`, a collector added: workers' counters on `/metrics`. Can go when vLLM's workers export
   metrics.
 """
@@ -36,9 +39,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_gumbel.integration import choice, compat, registry
-from vllm_gumbel.metrics.exporter import FolderCollector, host_shows_folder, shared_folder
+from vllm_gumbel.integration import choice, compat, registry, replay
+from vllm_gumbel.metrics.exporter import FolderCollector, forget_dead, host_shows_folder, shared_folder
 from vllm_gumbel.params import ParamsError
+from vllm_gumbel.settings import SamplerSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -110,7 +114,8 @@ def _prepare_frontend(chosen: choice.Choice, cls: type | None) -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     _wrap(InputProcessor, "_build_logits_processors_params_validator", _build_validator)
-    _wrap(SamplingParams, "from_optional", partial(_from_optional, cls), staticmethod)
+    check = partial(_validate, cls, chosen.settings)
+    _wrap(SamplingParams, "from_optional", partial(_from_optional, check), staticmethod)
     if chosen.settings.metrics:
         try:
             _show_metrics()
@@ -120,21 +125,22 @@ def _prepare_frontend(chosen: choice.Choice, cls: type | None) -> None:
 
 def _build_validator(original: Callable[..., Any], self: Any) -> Callable[[Any], None]:
     stock = original(self)
-    name = choice.read(self.vllm_config.additional_config).name
-    cls = registry.resolve_for_runner(name, v2=self.vllm_config.use_v2_model_runner)
+    chosen = choice.read(self.vllm_config.additional_config)
+    cls = registry.resolve_for_runner(chosen.name, v2=self.vllm_config.use_v2_model_runner)
 
     def validate(params: Any) -> None:
-        _validate(cls, params)
+        _validate(cls, chosen.settings, params)
         stock(params)
 
     return validate
 
 
-def _from_optional(cls: type | None, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _from_optional(check: Callable[[Any], None], original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """Check what the OpenAI endpoints ask for, before they start to answer.
 
     vLLM's own check comes when the first token is asked for, which for a stream is after the status 200 was sent; and
-    it does not see a logit bias that is NaN, since `from_optional` has turned that into -100.
+    it does not see a logit bias that is NaN, since `from_optional` has turned that into -100. Integers past 64 bits
+    among the extra arguments it refuses here, without saying which: where that is a key of ours, we say so first.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -142,12 +148,19 @@ def _from_optional(cls: type | None, original: Callable[..., Any], *arguments: A
         if not math.isfinite(bias):
             message = f"logit_bias must hold finite numbers, got {bias} for token {token}"
             raise VLLMValidationError(message, parameter="logit_bias")
-    params = original(*arguments, **keywords)
-    _validate(cls, params)
+    try:
+        params = original(*arguments, **keywords)
+    except VLLMValidationError as error:
+        if error.parameter == "extra_args":
+            params = original(*arguments, **{**keywords, "extra_args": None})
+            params.extra_args = keywords["extra_args"]
+            check(params)
+        raise
+    check(params)
     return params
 
 
-def _validate(cls: type | None, params: Any) -> None:
+def _validate(cls: type | None, settings: SamplerSettings, params: Any) -> None:
     """Let a sampler check a request's parameters; what it refuses becomes a 400 with its text."""
     from vllm.exceptions import VLLMValidationError
 
@@ -155,7 +168,7 @@ def _validate(cls: type | None, params: Any) -> None:
     if check is None:
         return
     try:
-        check(params)
+        check(params, settings)
     except ParamsError as error:
         raise VLLMValidationError(str(error), parameter=error.key) from None
     except ValueError as error:
@@ -171,6 +184,7 @@ def _show_metrics() -> None:
     folder = shared_folder()
     if folder not in _shown_folders:
         _shown_folders.add(folder)
+        forget_dead(folder)
         REGISTRY.register(FolderCollector(folder))
 
 
@@ -182,6 +196,8 @@ def _init_device(original: Callable[..., Any], self: Any, *arguments: Any, **key
     bind = getattr(getattr(runner, "sampler", None), "bind", None)
     if bind is not None:
         bind(runner)
+    if not chosen.is_default:
+        self.gumbel_seeds = partial(replay.told, runner)
     return result
 
 

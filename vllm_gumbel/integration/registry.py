@@ -16,7 +16,8 @@ Either class is built as vLLM builds its own, or by its class method `from_vllm_
 if it has one. Optional class methods serve samplers that need more:
 
 - `check_config(vllm_config)`, called before anything starts; an exception ends the start-up with its text;
-- `validate_params(sampling_params)`, called at admission; a ValueError becomes a 400 with its text;
+- `validate_params(sampling_params, settings)`, called at admission with the server's `SamplerSettings`; a ValueError
+  becomes a 400 with its text;
 - `verifier()` returns what the runner builds in place of vLLM's `RejectionSampler`;
 - V1 only: `input_batch(vllm_config)` returns what the runner builds in place of vLLM's `InputBatch`;
 - V1 only: `bind(model_runner)`, on the instance, called once the runner is built.

@@ -12,7 +12,7 @@ draws, is kept on the runner's `CachedRequestState`, which lives as long as the 
 import logging
 import secrets
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,13 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from vllm_gumbel.integration.penalties import PenaltyCounts
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, RowParams
-from vllm_gumbel.params import GumbelParams
+from vllm_gumbel.metrics.step import Admission
+from vllm_gumbel.params import NO_RULES, GumbelParams, ServerRules
 
 logger = logging.getLogger("vllm.gumbel")
+
+#: How many requests with `gumbel_return_info` are remembered.
+MOST_TOLD = 10_000
 
 
 class SeedSource:
@@ -61,6 +65,8 @@ class RequestRow:
         penalties: what the request has seen; None if it has no penalty.
         keys: what it set.
         generator: torch's, if vLLM's own sampler is to draw a seeded request.
+        seeded: whether the request brought its seed.
+        slot: number of the request in the batch, of no other one while it is there.
     """
 
     seed: int
@@ -70,6 +76,8 @@ class RequestRow:
     penalties: PenaltyCounts | None = None
     keys: GumbelParams = field(default_factory=GumbelParams)
     generator: torch.Generator | None = None
+    seeded: bool = False
+    slot: int = 0
 
     @property
     def is_stocks(self) -> bool:
@@ -77,7 +85,9 @@ class RequestRow:
         return self.keys.gumbel_sampler == "default"
 
     @classmethod
-    def of(cls, request: CachedRequestState, seeds: SeedSource, default_salt: int) -> "RequestRow":
+    def of(
+        cls, request: CachedRequestState, seeds: SeedSource, default_salt: int, rules: ServerRules = NO_RULES
+    ) -> "RequestRow":
         """Return the state of a request; an unseeded one keeps the seed that it was first given."""
         params = request.sampling_params
         seed = params.seed
@@ -85,7 +95,7 @@ class RequestRow:
             if not hasattr(request, "gumbel_seed"):
                 request.gumbel_seed = seeds.next()
             seed = request.gumbel_seed
-        keys = GumbelParams.from_extra_args(params.extra_args, params.temperature)
+        keys = GumbelParams.from_extra_args(params.extra_args, params.temperature, rules)
         salt = (default_salt if keys.gumbel_salt is None else keys.gumbel_salt) % 2**64
         stops = [params.eos_token_id, *sorted(params.stop_token_ids or ())]
         return cls(
@@ -96,6 +106,7 @@ class RequestRow:
             penalties=PenaltyCounts.of(request.prompt_token_ids, params),
             keys=keys,
             generator=getattr(request, "gumbel_generator", None),
+            seeded=params.seed is not None,
         )
 
 
@@ -111,6 +122,8 @@ class Rows:
         self.seed = np.zeros(batch.max_num_reqs, np.uint64)
         self.salt = np.zeros(batch.max_num_reqs, np.uint64)
         self.min_p = np.zeros(batch.max_num_reqs, np.float32)
+        self.slot = np.zeros(batch.max_num_reqs, np.int64)
+        self.seeded = np.zeros(batch.max_num_reqs, bool)
         self.stop_token: list[int | None] = []
         self.penalties: list[tuple[int, PenaltyCounts]] = []
         self.keyed: list[tuple[int, RequestRow]] = []  # rows whose keys act on every draw
@@ -122,10 +135,17 @@ class Rows:
             self.seed[i] = request.seed
             self.salt[i] = request.salt
             self.min_p[i] = request.min_p
+            self.slot[i] = request.slot
+            self.seeded[i] = request.seeded
         self.stop_token = [request.stop_token for request in requests]
         self.penalties = [(i, request.penalties) for i, request in enumerate(requests) if request.penalties]
         self.keyed = [(i, request) for i, request in enumerate(requests) if request.keys.acts_on_rows]
         self.restricted = [i for i, name in enumerate(self._batch.req_ids) if name in self._batch.has_allowed_token_ids]
+
+    def take_admitted(self) -> list[Admission]:
+        """Return the requests that entered the batch since the last call."""
+        admitted, self._batch.admitted = self._batch.admitted, []
+        return admitted
 
     def generated(self, row: int) -> int:
         """Return how many tokens the request of a row has generated, without drafts."""
@@ -166,17 +186,33 @@ class RowBatch(InputBatch):
     Args:
         seeds: source of seeds for unseeded requests.
         default_salt: salt of requests that set none.
+        rules: of the server, for the keys of its requests.
         arguments, keywords: vLLM's.
+
+    Attributes:
+        told: request -> seed and salt, of the last requests with `gumbel_return_info`.
     """
 
     logitsprocs_need_output_token_ids: bool
 
-    def __init__(self, *arguments: Any, seeds: SeedSource, default_salt: int, **keywords: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        seeds: SeedSource,
+        default_salt: int,
+        rules: ServerRules = NO_RULES,
+        **keywords: Any,
+    ) -> None:
         self._seeds = seeds
         self._default_salt = default_salt
+        self._rules = rules
+        self.told: dict[str, tuple[int, int]] = {}
         self._request_rows: dict[str, RequestRow] = {}
+        self._free_slots: list[int] = []
+        self.admitted: list[Admission] = []
         self._rows: Rows | None = None  # made at the end, since vLLM's constructor already asks for metadata
         super().__init__(*arguments, **keywords)
+        self._free_slots = list(reversed(range(self.max_num_reqs)))
         self._rows = Rows(self)
 
     def add_request(self, request: CachedRequestState) -> int:
@@ -186,10 +222,13 @@ class RowBatch(InputBatch):
         given = request.sampling_params
         if given is None:
             return super().add_request(request)
-        row = self._request_rows[request.req_id] = RequestRow.of(request, self._seeds, self._default_salt)
+        row = replace(RequestRow.of(request, self._seeds, self._default_salt, self._rules), slot=self._free_slots.pop())
+        self._request_rows[request.req_id] = row
+        first, request.gumbel_admitted = not hasattr(request, "gumbel_admitted"), True
+        self.admitted.append(Admission(row.slot, tuple(request.output_token_ids), first, row.is_stocks))
         if row.keys.gumbel_return_info:
-            logger.debug("vllm-gumbel: request %s draws with seed %d and salt %d", request.req_id, row.seed, row.salt)
-        request.sampling_params = settled(given, row.keys, self.vocab_size)
+            self._tell(request.req_id, row)
+        request.sampling_params = settled(given, row.keys, self.vocab_size, self._rules)
         try:
             return super().add_request(request)
         finally:
@@ -197,8 +236,17 @@ class RowBatch(InputBatch):
 
     def remove_request(self, req_id: str) -> int | None:
         """Remove a request from the batch and return the row it had, None if it had none."""
-        self._request_rows.pop(req_id, None)
+        left = self._request_rows.pop(req_id, None)
+        if left is not None:
+            self._free_slots.append(left.slot)
         return super().remove_request(req_id)
+
+    def _tell(self, name: str, row: RequestRow) -> None:
+        """Note what a request draws with, for whoever wants to draw it again."""
+        logger.debug("vllm-gumbel: request %s draws with seed %d and salt %d", name, row.seed, row.salt)
+        self.told[name] = row.seed, row.salt
+        if len(self.told) > MOST_TOLD:
+            del self.told[next(iter(self.told))]
 
     def _make_sampling_metadata(self) -> SamplingMetadata:
         if self._rows is None or self.is_pooling_model:
@@ -212,10 +260,10 @@ class RowBatch(InputBatch):
         return RowMetadata(**{f.name: getattr(metadata, f.name) for f in fields(metadata)}, rows=self._rows)
 
 
-def settled(params: SamplingParams, keys: GumbelParams, vocab: int) -> SamplingParams:
+def settled(params: SamplingParams, keys: GumbelParams, vocab: int, rules: ServerRules = NO_RULES) -> SamplingParams:
     """Return a request's parameters with the keys that only set parameters applied; the same object if none does."""
     greedy = params.temperature < GREEDY_TEMPERATURE
-    temperature = params.temperature if greedy else keys.temperature(params.temperature, vocab)
+    temperature = params.temperature if greedy else keys.temperature(params.temperature, vocab, rules)
     top_k = keys.top_k(params.top_k)
     if (temperature, top_k) == (params.temperature, params.top_k):
         return params

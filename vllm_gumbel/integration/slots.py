@@ -51,21 +51,23 @@ class SlotStates(SamplingStates):
         super().__init__(max_num_reqs, vocab_size)
         self.salt = UvaBackedTensor(max_num_reqs, dtype=torch.int64)
         self.bad_row_token = UvaBackedTensor(max_num_reqs, dtype=torch.int64)
+        self.seeded = np.zeros(max_num_reqs, bool)
         self._seeds = seeds
         self._settings = settings
         self._default_stop = default_stop
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Write a request's parameters into its slot; return False: none of them changes logits before the draw."""
-        request = RequestRow.of(Admitted(sampling_params), self._seeds, self._settings.salt)
+        request = RequestRow.of(Admitted(sampling_params), self._seeds, self._settings.salt, self._settings.rules)
         seed = request.seed
         if self._settings.noise == "stock" and request.salt:
             # Stock's noise has no salt, so it goes into the seed.
             seed ^= int(noise_reference.mix64(np.array([request.salt], np.uint64))[0])
-        seeded = copy(settled(sampling_params, request.keys, self.vocab_size))
+        seeded = copy(settled(sampling_params, request.keys, self.vocab_size, self._settings.rules))
         seeded.seed = _as_signed(seed)  # vLLM stores it as int64, and would fail for one of 2^63 and above
         super().add_request(req_idx, seeded)
         self.salt.np[req_idx] = _as_signed(request.salt)
+        self.seeded[req_idx] = request.seeded
         stop = self._default_stop if request.stop_token is None else request.stop_token
         self.bad_row_token.np[req_idx] = 0 if stop is None or self._settings.on_bad_row == "lowest" else stop
         return False

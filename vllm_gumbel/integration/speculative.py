@@ -71,6 +71,7 @@ class Verifier(RejectionSampler):
         processed = wanted is not None and self.is_processed_logprobs_mode
         drawn = self.sampler.draw_rows(logits, params, processed=processed, where=where)
         self.sampler.draw_stock(drawn, logits, sampling_metadata, where)
+        self.sampler.watch.look(self.sampler.recorder, drawn, logits, params, rows, request, where)
         tokens = self.sampler.replace_bad_rows(drawn.draw, rows, request)
 
         shape = (len(drafts), int(lengths.max()))
@@ -85,7 +86,7 @@ class Verifier(RejectionSampler):
             source[r, :count] = np.arange(start, start + count)
             sent[start : start + count] = True
         if rows:
-            self.sampler.count(drawn, sent, request)
+            self.sampler.count(drawn, rows, sent, request)
         result = torch.from_numpy(accepted)
         output = None
         if wanted is not None:

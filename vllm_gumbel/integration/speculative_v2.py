@@ -28,6 +28,7 @@ class Verifier(RejectionSampler):
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch, *drafts: Any) -> SamplerOutput:
         """Return the tokens and logprobs of a step; see the parent."""
+        self.sampler.begin(logits)
         return self.sampler.finish(super().__call__(logits, input_batch, *drafts), input_batch)
 
     def _verify(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,14 +1,27 @@
 """Hands what a device noticed about a step to the recorder, without waiting for the device."""
 
+import time
 from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vllm_gumbel.metrics.recorder import Recorder
+from vllm_gumbel.metrics.step import Step
 
-#: Stands for a row whose token is not sent; no combination of `contract.Flag`.
-NOT_SENT = 255
+#: Turns the arrays of a step, once they are on the host, into the step and which of its rows were sent, bool [rows].
+Finish = Callable[[dict[str, np.ndarray]], tuple[Step, np.ndarray]]
+
+
+class _Copying(NamedTuple):
+    """A step that is on its way to the host."""
+
+    began: torch.Event | None
+    copied: torch.Event
+    arrays: dict[str, torch.Tensor]
+    finish: Finish
 
 
 class Tally:
@@ -20,25 +33,58 @@ class Tally:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._on_the_way: deque[tuple[torch.Event, torch.Tensor]] = deque()
+        self._on_the_way: deque[_Copying] = deque()
+        self._began: torch.Event | float | None = None
 
-    def add(self, flags: torch.Tensor, sent: torch.Tensor) -> None:
-        """Count a step.
+    def start(self, device: torch.device) -> None:
+        """Note that the sampler begins with a step."""
+        if device.type == "cpu":
+            self._began = time.perf_counter()
+            return
+        began = torch.Event(device, enable_timing=True)
+        began.record()
+        self._began = began
+
+    def add(self, arrays: dict[str, torch.Tensor], finish: Finish) -> None:
+        """Count a step; never raises.
 
         Args:
-            flags: uint8 [rows], bits of `contract.Flag`.
-            sent: bool [rows], rows whose token goes to the client.
+            arrays: what the device knows of it; at least one.
+            finish: see `Finish`; called with the same names.
         """
-        if flags.device.type == "cpu":
-            self._recorder.step(flags.numpy(), sent.numpy())
-            return
-        while self._on_the_way and self._on_the_way[0][0].query():
-            self._count(self._on_the_way.popleft()[1].numpy())
-        step = torch.empty(flags.shape, dtype=torch.uint8, pin_memory=True)
-        step.copy_(flags.masked_fill(~sent, NOT_SENT), non_blocking=True)
-        copied = torch.Event(flags.device)
-        copied.record()
-        self._on_the_way.append((copied, step))
+        began, self._began = self._began, None
+        try:
+            device = next(iter(arrays.values())).device
+            if device.type == "cpu":
+                self._recorder.record(*finish({name: values.numpy() for name, values in arrays.items()}))
+                if isinstance(began, float):
+                    self._recorder.seconds(time.perf_counter() - began)
+                return
+            self._count_arrived()
+            self._copy(device, arrays, finish, began if isinstance(began, torch.Event) else None)
+        except Exception as error:  # whatever it is, the tokens must flow
+            self.fault("recorder", error)
 
-    def _count(self, step: np.ndarray) -> None:
-        self._recorder.step(step, step != NOT_SENT)
+    def fault(self, part: str, error: Exception) -> None:
+        """Count an error in the bookkeeping."""
+        self._recorder.fault(part, error)
+
+    def _copy(
+        self, device: torch.device, arrays: dict[str, torch.Tensor], finish: Finish, began: torch.Event | None
+    ) -> None:
+        """Start to copy a step to the host."""
+        copies = {}
+        for name, values in arrays.items():
+            copies[name] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            copies[name].copy_(values, non_blocking=True)
+        copied = torch.Event(device, enable_timing=True)
+        copied.record()
+        self._on_the_way.append(_Copying(began, copied, copies, finish))
+
+    def _count_arrived(self) -> None:
+        """Count the steps whose copies have arrived, in order."""
+        while self._on_the_way and self._on_the_way[0].copied.query():
+            began, copied, arrays, finish = self._on_the_way.popleft()
+            self._recorder.record(*finish({name: values.numpy() for name, values in arrays.items()}))
+            if began is not None:
+                self._recorder.seconds(began.elapsed_time(copied) / 1000)

@@ -23,6 +23,7 @@ from vllm_gumbel.integration.drawn import Drawn
 from vllm_gumbel.integration.edits import edit, edited_rows
 from vllm_gumbel.integration.keys import Place
 from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
+from vllm_gumbel.integration.watch import Watch, timed
 from vllm_gumbel.kernels import dispatch
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Draw, Flag, RowParams
 from vllm_gumbel.kernels.slots import as_array
@@ -70,6 +71,7 @@ class GumbelSampler(Sampler):
         self._usable_vocab = usable_vocab
         self._default_stop = default_stop
         self.seeds = seeds or SeedSource(seed=0, replica=0)
+        self.watch = Watch(self.settings, self.backend, usable_vocab)
         self._discarded: Callable[[], np.ndarray] | None = None
 
     @classmethod
@@ -89,8 +91,7 @@ class GumbelSampler(Sampler):
             settings.threads or torch.get_num_threads(),
             lambda line: logger.info("vllm-gumbel: %s", line),
         )
-        if settings.metrics:
-            sampler.recorder = worker.recorder(config, sampler.backend.name)
+        sampler.recorder = worker.recorder(config, settings, sampler.backend.name)
         logger.info(
             "vllm-gumbel %s draws with backend %r (%s), noise version %d",
             vllm_gumbel.__version__,
@@ -105,7 +106,7 @@ class GumbelSampler(Sampler):
         """Return what the runner builds in place of vLLM's `InputBatch`."""
         settings = choice.read(config.additional_config).settings
         seeds = SeedSource(config.model_config.seed, worker.replica(config))
-        return partial(RowBatch, seeds=seeds, default_salt=settings.salt)
+        return partial(RowBatch, seeds=seeds, default_salt=settings.salt, rules=settings.rules)
 
     @classmethod
     def verifier(cls) -> type:
@@ -127,9 +128,9 @@ class GumbelSampler(Sampler):
         compat.require_supported_features(config)
 
     @classmethod
-    def validate_params(cls, params: "SamplingParams") -> None:
+    def validate_params(cls, params: "SamplingParams", settings: SamplerSettings | None = None) -> None:
         """Raise `ValueError` for a request that the draw cannot honour; at admission, where it becomes a 400."""
-        keys.validate(params)
+        keys.validate(params, settings)
 
     def bind(self, runner: Any) -> None:
         """Learn from the model runner which draws it discards, so that they are not counted."""
@@ -141,6 +142,17 @@ class GumbelSampler(Sampler):
         sampling_metadata: SamplingMetadata,
         predict_bonus_token: bool = False,
         logprobs_mode_override: str | None = None,
+    ) -> SamplerOutput:
+        """Return the tokens and logprobs of a step; see `compute`. The time it takes is counted."""
+        with timed(self.recorder):
+            return self.compute(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+
+    def compute(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool,
+        logprobs_mode_override: str | None,
     ) -> SamplerOutput:
         """Return the tokens and logprobs of a step; see the parent, whose order of steps this keeps.
 
@@ -221,6 +233,7 @@ class GumbelSampler(Sampler):
         shown = wanted and mode in ("processed_logits", "processed_logprobs")
         drawn = self.draw_rows(given, params, processed=shown, where=where)
         self.draw_stock(drawn, logits, sampling_metadata, where)
+        self.watch.look(self.recorder, drawn, given, params, rows, np.arange(count), where)
         tokens = self._finish(drawn, rows).to(logits.device)
         if drawn.processed is None or mode == "processed_logits":
             return tokens, drawn.processed
@@ -239,6 +252,7 @@ class GumbelSampler(Sampler):
             changed = logits.to(torch.float32, copy=True)
             return self._finish(self._draw_changed(changed, np.arange(count), params, metadata, rows), rows)
         drawn = self.draw_rows(logits, params, processed=False)
+        self.watch.look(self.recorder, drawn, logits, params, rows, np.arange(count), skip=edited)
         if edited:
             request = np.array(edited)
             changed = logits[request].to(torch.float32)
@@ -259,13 +273,15 @@ class GumbelSampler(Sampler):
         where = keys.places(rows, request) if rows and rows.keyed else ()
         drawn = self.draw_rows(logits, params, processed=False, where=where)
         self.draw_stock(drawn, logits, metadata, where)
+        self.watch.look(self.recorder, drawn, logits, params, rows, request, where)
         return drawn
 
     def _finish(self, drawn: Drawn, rows: Rows | None) -> torch.Tensor:
         """Count what was noticed in a step's rows, and return their tokens, int64 [rows], on the host."""
+        tokens = self.replace_bad_rows(drawn.draw, rows)
         if rows:
-            self.count(drawn)
-        return torch.from_numpy(self.replace_bad_rows(drawn.draw, rows))
+            self.count(drawn, rows)
+        return torch.from_numpy(tokens)
 
     def draw_rows(
         self, logits: torch.Tensor, params: RowParams, *, processed: bool, where: Sequence[Place] = ()
@@ -303,21 +319,26 @@ class GumbelSampler(Sampler):
         tokens, processed = stock.draw(self._stock, logits, metadata, mine)
         drawn.put_stock([place.index for place in mine], tokens, processed)
 
-    def count(self, drawn: Drawn, sent: np.ndarray | None = None, request: np.ndarray | None = None) -> None:
+    def count(
+        self, drawn: Drawn, rows: Rows, sent: np.ndarray | None = None, request: np.ndarray | None = None
+    ) -> None:
         """Count the rows of a step that a client gets.
 
         Args:
             drawn: the step's draw.
+            rows: of the batch.
             sent: bool [rows], whether a row's token is sent at all; None means all are.
             request: int [rows], the request that a row belongs to; None means that each row is one.
         """
+        admitted = rows.take_admitted()
         if self.recorder is None:
             return
         if self._discarded is not None:
             kept = ~self._discarded()
             kept = kept if request is None else kept[request]
             sent = kept if sent is None else kept & sent
-        drawn.count(self.recorder, sent)
+        slots = rows.slot[: len(drawn.draw.tokens)] if request is None else rows.slot[request]
+        self.recorder.record(drawn.as_step(slots, admitted), sent)
 
     def replace_bad_rows(self, draw: Draw, rows: Rows | None, request: np.ndarray | None = None) -> np.ndarray:
         """Return the drawn tokens, int64 [rows], with the setting `on_bad_row` applied to rows that have none."""

@@ -25,12 +25,15 @@ from vllm.v1.worker.gpu.states import RequestState
 import vllm_gumbel
 from vllm_gumbel.integration import choice, compat, keys, worker
 from vllm_gumbel.integration.rows import SeedSource
-from vllm_gumbel.integration.slots import SlotStates, requests_of_rows
+from vllm_gumbel.integration.slots import SlotStates
 from vllm_gumbel.integration.tally import Tally
+from vllm_gumbel.integration.watch_v2 import DeviceWatch, Seen
 from vllm_gumbel.kernels import dispatch
 from vllm_gumbel.kernels.contract import NO_TOKEN, NOISE_VERSION
 from vllm_gumbel.kernels.slots import Noise
+from vllm_gumbel.metrics.step import Admission
 from vllm_gumbel.params import GumbelParams, ParamsError
+from vllm_gumbel.settings import SamplerSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,9 +91,12 @@ class GumbelSampler(Sampler):
             rows = max_num_reqs * (1 + self.num_speculative_tokens)
             self.compile(vocab_size, device, {vllm_config.model_config.dtype, torch.float32}, rows)
         noise = str(NOISE_VERSION) if self._noise == Noise.OWN else self.settings.noise
-        recorder = worker.recorder(vllm_config, self.backend.name, noise) if self.settings.metrics else None
+        recorder = worker.recorder(vllm_config, self.settings, self.backend.name, noise)
         self._tally = None if recorder is None else Tally(recorder)
+        self._watch = DeviceWatch(self.settings, self.sampling_states, self.backend, self._noise, self._usable_vocab)
         self._flags: list[torch.Tensor] = []
+        self._seen: list[Seen | None] = []
+        self._admitted: list[Admission] = []
         logger.info(
             "vllm-gumbel %s draws with backend %r (%s), noise version %s",
             vllm_gumbel.__version__,
@@ -103,11 +109,18 @@ class GumbelSampler(Sampler):
     def check_config(cls, config: "VllmConfig") -> None:
         """Raise `UnsupportedError` for a server configuration that the sampler cannot serve; before anything starts."""
         compat.require_supported_features_v2(config, current_platform.device_type)
+        rules = choice.read(config.additional_config).settings.rules
+        try:
+            refuse_unhonoured(GumbelParams.from_extra_args(None, rules=rules))
+        except ParamsError as error:
+            raise compat.UnsupportedError(
+                f"sampler 'gumbel': request_defaults: {error}: remove it, or set VLLM_USE_V2_MODEL_RUNNER=0"
+            ) from None
 
     @classmethod
-    def validate_params(cls, params: "SamplingParams") -> None:
+    def validate_params(cls, params: "SamplingParams", settings: SamplerSettings | None = None) -> None:
         """Raise `ValueError` for a request that the draw cannot honour; at admission, where it becomes a 400."""
-        refuse_unhonoured(keys.validate(params))
+        refuse_unhonoured(keys.validate(params, settings))
 
     @classmethod
     def verifier(cls) -> type:
@@ -116,8 +129,16 @@ class GumbelSampler(Sampler):
 
         return Verifier
 
+    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> None:
+        """Write a request's parameters into its slot; see the parent."""
+        super().add_request(req_idx, sampling_params)
+        # One that was preempted comes back with what it had generated as part of what is fed.
+        first = self.req_states.prefill_len.np[req_idx] == self.req_states.prompt_len.np[req_idx]
+        self._admitted.append(Admission(req_idx, first=bool(first)))
+
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         """Return the tokens and logprobs of a step; see the parent."""
+        self.begin(logits)
         return self.finish(super().__call__(logits, input_batch), input_batch)
 
     def sample(
@@ -179,6 +200,7 @@ class GumbelSampler(Sampler):
         if self.return_sampling_mask or (logprobs and shows_processed):
             processed = torch.empty(edited.shape, dtype=torch.float32, device=edited.device)
         tokens = self._draw(edited, slots, slots_np, positions, processed)
+        self._seen.append(self._look(edited, tokens, slots, slots_np, positions))
         tokens = torch.where(tokens == NO_TOKEN, self.sampling_states.bad_row_token.gpu[slots], tokens)
         if processed is not None:
             make_presentable(processed)
@@ -202,6 +224,7 @@ class GumbelSampler(Sampler):
         edited = self.edit(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, *layout)
         processed = torch.empty(edited.shape, dtype=torch.float32, device=edited.device)
         tokens = self._draw(edited, expanded_idx_mapping, idx_mapping_np, pos, processed)
+        self._seen.append(None)  # what vLLM's verifier sends is not what was drawn here
         instead = self.sampling_states.bad_row_token.gpu[expanded_idx_mapping].unsqueeze(1)
         kept = processed.gather(1, instead).masked_fill((tokens == NO_TOKEN).unsqueeze(1), 0)
         return processed.scatter_(1, instead, kept)
@@ -223,12 +246,22 @@ class GumbelSampler(Sampler):
             sample_triton.warm_up(vocab, dtype, device, usable_vocab=self._usable_vocab, noise=self._noise, rows=rows)
         logger.info("vllm-gumbel: draw kernels ready after %.1f s", time.monotonic() - began)
 
+    def begin(self, logits: torch.Tensor) -> None:
+        """Begin with a step."""
+        if self._tally is not None:
+            self._tally.start(logits.device)
+
     def finish(self, output: SamplerOutput, input_batch: InputBatch) -> SamplerOutput:
         """Count a step, and return its output with logprobs that JSON can carry."""
         flags, self._flags = self._flags, []
+        seen, self._seen = self._seen, []
+        admitted, self._admitted = self._admitted, []
         first = input_batch.req_ids[0]
         if self._tally is not None and first in self.req_states.req_id_to_index and not compat.is_warm_up(first):
-            self._tally.add(torch.cat(flags), sent_rows(output.num_sampled, input_batch))
+            try:
+                self._tally.add(*self._watch.report(flags, seen, output, input_batch, admitted))
+            except Exception as error:  # whatever it is, the tokens must flow
+                self._tally.fault("recorder", error)
         if output.logprobs_tensors is not None:
             make_presentable(output.logprobs_tensors.logprobs)  # a row without any candidate has no logprobs
         return output
@@ -255,6 +288,23 @@ class GumbelSampler(Sampler):
         self._flags.append(drawn.flags)
         return drawn.tokens
 
+    def _look(
+        self,
+        edited: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: np.ndarray,
+        positions: torch.Tensor,
+    ) -> Seen | None:
+        """Return what is seen in some of the rows that were drawn; arguments as those of `draw`."""
+        if self._tally is None or self.settings.watch == 0:
+            return None
+        try:
+            return self._watch.look(edited, tokens, slots, positions, slots_np)
+        except Exception as error:  # as in `finish`
+            self._tally.fault("exactness", error)
+            return None
+
 
 def refuse_unhonoured(params: GumbelParams) -> None:
     """Raise `ParamsError` for the first key of a request that asks for something and has no effect under runner V2."""
@@ -267,16 +317,3 @@ def refuse_unhonoured(params: GumbelParams) -> None:
 def make_presentable(values: torch.Tensor) -> None:
     """Replace in place what JSON cannot carry: NaN by -inf, which vLLM's server floors, +inf by the largest number."""
     values.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(values.dtype).max, neginf=-torch.inf)
-
-
-def sent_rows(num_sampled: torch.Tensor, input_batch: InputBatch) -> torch.Tensor:
-    """Return, bool [rows], which rows of a step gave a token that is sent.
-
-    Args:
-        num_sampled: integers [requests]; how many tokens each request gets, 0 for an unfinished prompt.
-        input_batch: the batch; with drafts a request has several rows, of which it gets the first `num_sampled`.
-    """
-    if not input_batch.num_draft_tokens:
-        return num_sampled > 0
-    offsets = input_batch.expanded_local_pos
-    return offsets < num_sampled[requests_of_rows(input_batch.cu_num_logits, len(offsets))]

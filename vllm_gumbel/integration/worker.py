@@ -1,6 +1,7 @@
 """What a worker learns from vLLM's configuration: its replica, the tokenizer's size, where it counts."""
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 import vllm_gumbel
 from vllm_gumbel.integration import compat
 from vllm_gumbel.kernels.contract import NOISE_VERSION
-from vllm_gumbel.metrics.exporter import shared_folder
+from vllm_gumbel.metrics import exporter, glitch
 from vllm_gumbel.metrics.recorder import Recorder
+from vllm_gumbel.settings import SamplerSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +49,9 @@ def end_of_sequence(config: "VllmConfig") -> int | None:
     return next(iter(ids), None) if isinstance(ids, list) else ids
 
 
-def recorder(config: "VllmConfig", backend: str, noise: str = str(NOISE_VERSION)) -> Recorder | None:
+def recorder(
+    config: "VllmConfig", settings: SamplerSettings, backend: str, noise: str = str(NOISE_VERSION)
+) -> Recorder | None:
     """Return what counts for this worker, None if another one does.
 
     Of several tensor-parallel ranks that draw the same tokens that is the first; where each draws a share of the batch
@@ -55,19 +59,28 @@ def recorder(config: "VllmConfig", backend: str, noise: str = str(NOISE_VERSION)
 
     Args:
         config: vLLM's configuration.
+        settings: server-wide settings.
         backend: label.
         noise: label `noise_version`.
     """
     from vllm.distributed.parallel_state import get_tp_group
 
+    if not settings.metrics:
+        return None
     try:
         sharded = getattr(config.parallel_config, "enable_batch_sharded_sampling", None)
         if get_tp_group().rank_in_group != 0 and not sharded:
             return None
-        return Recorder(
-            shared_folder(),
+        folder = exporter.shared_folder()
+        made = Recorder(
+            folder,
             model_name=_served_name(config),
             engine=replica(config),
+            settings=settings,
+            vocab=config.model_config.get_vocab_size(),
+            slots=config.scheduler_config.max_num_seqs,
+            glitches=_glitches(config) if settings.watch_glitches else None,
+            summary_seconds=compat.log_interval(),
             build={
                 "version": vllm_gumbel.__version__,
                 "noise_version": noise,
@@ -76,9 +89,40 @@ def recorder(config: "VllmConfig", backend: str, noise: str = str(NOISE_VERSION)
                 "vllm_version": compat.vllm_version(),
             },
         )
+        if settings.metrics_address is not None:
+            _serve(made, folder, settings.metrics_address, replica(config))
+        return made
     except Exception as error:
         logger.warning("vllm-gumbel: nothing will be counted, tokens are drawn all the same: %s", error)
         return None
+
+
+def _serve(made: Recorder, folder: Path, address: str, replica: int) -> None:
+    """Answer scrapes in this worker; if that cannot be, it is a fault, and the server's own page still has all."""
+    try:
+        exporter.serve(folder, address, replica)
+    except (OSError, OverflowError) as error:
+        made.fault("recorder", error)
+
+
+def _glitches(config: "VllmConfig") -> np.ndarray | None:
+    """Return, bool [vocab], which ids are glitch tokens; None, said in the log, if that cannot be found out."""
+    try:
+        return glitch.find(_model_folder(config)).mask(config.model_config.get_vocab_size())
+    except Exception as error:  # a model of another kind, a cache that cannot be written: serving does not need it
+        logger.warning("vllm-gumbel: glitch tokens are not counted: %s", error)
+        return None
+
+
+def _model_folder(config: "VllmConfig") -> Path:
+    """Return the folder of the model's files: itself, or where its name on the hub has been downloaded to."""
+    from huggingface_hub import try_to_load_from_cache
+
+    name = config.model_config.model
+    if Path(name).is_dir():
+        return Path(name)
+    there = try_to_load_from_cache(name, "config.json", revision=config.model_config.revision)
+    return Path(there).parent if isinstance(there, str) else Path(name)
 
 
 def _served_name(config: "VllmConfig") -> str:

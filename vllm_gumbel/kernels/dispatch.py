@@ -17,11 +17,18 @@ import numpy.typing as npt
 
 from vllm_gumbel.kernels.contract import Draw, Logits, RowParams, Stream
 from vllm_gumbel.kernels.slots import Noise, SlotDrawFunction, on_host
+from vllm_gumbel.kernels.statistics import IMPROBABLE_BELOW, RowStatistics
 
 #: Backends of the host: name -> module with a function `draw`, best first.
 BACKENDS = {
     "numba": "vllm_gumbel.kernels.sample_numba",
     "reference": "vllm_gumbel.kernels.sample_reference",
+}
+
+#: Row statistics of the same backends: name -> module with a function `statistics`.
+STATISTICS = {
+    "numba": "vllm_gumbel.kernels.statistics_numba",
+    "reference": "vllm_gumbel.kernels.statistics_reference",
 }
 
 #: Backends that draw where the logits are, from slots only: name -> module with a function `draw`, best first.
@@ -63,12 +70,13 @@ class Backend:
         """
         if self.name != "numba":
             return
-        from vllm_gumbel.kernels import launch_numba, logprobs_numba, sample_numba
+        from vllm_gumbel.kernels import launch_numba, logprobs_numba, sample_numba, statistics_numba
 
         launch_numba.set_threads(threads)
         for dtype in dtypes:
             sample_numba.warm_up(vocab, dtype, on_progress)
             logprobs_numba.warm_up(vocab, dtype, on_progress)
+            statistics_numba.warm_up(vocab, dtype, on_progress)
 
     def gather_logprobs(
         self, logits: Logits, tokens: npt.NDArray[np.int64], top_n: int
@@ -82,6 +90,29 @@ class Backend:
         from vllm_gumbel.kernels import logprobs_numba
 
         return logprobs_numba.gather(logits, tokens, top_n)
+
+    def statistics(
+        self,
+        logits: Logits,
+        params: RowParams,
+        tokens: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        *,
+        usable_vocab: int | None = None,
+        stream: Stream = Stream.TARGET,
+        improbable_below: float = IMPROBABLE_BELOW,
+    ) -> RowStatistics:
+        """Return the statistics of some drawn rows; arguments and errors as `statistics_reference.statistics` has."""
+        found: RowStatistics = importlib.import_module(STATISTICS[self.name]).statistics(
+            logits,
+            params,
+            tokens,
+            rows,
+            usable_vocab=usable_vocab,
+            stream=stream,
+            improbable_below=improbable_below,
+        )
+        return found
 
 
 @dataclass(frozen=True)

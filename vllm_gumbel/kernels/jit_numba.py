@@ -14,7 +14,6 @@ folder is set only while our functions are decorated, so nobody else's cache mov
 """
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import config, types
 from numba.extending import intrinsic, overload
+
+from vllm_gumbel.cache import default_cache
 
 WITHOUT_JIT = bool(config.DISABLE_JIT)
 
@@ -36,8 +37,7 @@ def cache_folder() -> Path:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*_numba.py")):
         digest.update(source.read_bytes())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "vllm-gumbel" / f"numba-{numba.__version__}-{digest.hexdigest()[:12]}"
+    return default_cache() / f"numba-{numba.__version__}-{digest.hexdigest()[:12]}"
 
 
 _CACHE = str(cache_folder())

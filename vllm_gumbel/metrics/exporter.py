@@ -4,6 +4,9 @@ The worker that draws and the process that answers `/metrics` are different proc
 for that, one memory-mapped file per process and type, made for forked web servers: the writer pays a memory store per
 increment, the reader sums the files, and what a dead worker counted stays counted.
 
+A file's space is reserved before it is mapped: a store into a mapped page that a full disk cannot back would end the
+process, while a reservation that fails is an error at start-up, and tokens are drawn without counters.
+
 With several API servers vLLM puts all its processes into that mode, in a folder of its own, and `/metrics` shows
 whatever lies there: our files go there too. With one API server, and for `LLM`, it does not: then only our own metrics
 use the format, in a private folder that `FolderCollector` reads.
@@ -16,9 +19,10 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
-from prometheus_client import Metric, values
+from prometheus_client import CollectorRegistry, Metric, start_http_server, values
 from prometheus_client.multiprocess import MultiProcessCollector
 
 logger = logging.getLogger("vllm.gumbel")
@@ -28,6 +32,12 @@ HOST_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 #: How the private folder chosen by one process reaches those it starts.
 PRIVATE_VARIABLE = "GUMBEL_METRICS_DIRECTORY"
+
+#: Bytes of a process's file for one type of metric: as many as prometheus_client starts with, ten times what we need.
+FILE_BYTES = 2**20
+
+#: Starts of the names that prometheus_client gives these files.
+FILE_KINDS = ("counter", "histogram", "summary", "gauge_mostrecent")
 
 
 def host_shows_folder() -> bool:
@@ -58,15 +68,63 @@ def shared_folder() -> Path:
     return Path(os.environ[PRIVATE_VARIABLE])
 
 
+def forget_dead(folder: Path) -> None:
+    """Remove what processes of an earlier server, which are gone, left in a folder that outlives servers."""
+    for file in folder.glob("*-gumbel.*"):
+        process = file.stem.removesuffix("-gumbel").rsplit("_", 1)[-1]
+        if process.isdigit() and not Path("/proc", process).exists():
+            file.unlink(missing_ok=True)
+
+
+def reserve(folder: Path) -> None:
+    """Make this process's files in `folder`, with their space on the disk.
+
+    Raises:
+        OSError: the folder cannot be written, or its disk is full.
+    """
+    for kind in FILE_KINDS:
+        file = folder / f"{kind}_{identity()}.db"
+        if not file.exists():
+            try:
+                with file.open("xb") as opened:
+                    os.posix_fallocate(opened.fileno(), 0, FILE_BYTES)
+            except OSError:
+                file.unlink(missing_ok=True)  # or the next call would take it for one that has its space
+                raise
+
+
+def serve(folder: Path, address: str, replica: int) -> None:
+    """Answer scrapes of a folder in a thread of this process.
+
+    Args:
+        folder: with the workers' files.
+        address: HOST:PORT.
+        replica: added to the port.
+
+    Raises:
+        OSError: the address cannot be listened at.
+    """
+    host, port = address.rsplit(":", 1)
+    registry = CollectorRegistry()
+    registry.register(FolderCollector(folder))
+    start_http_server(int(port) + replica, addr=host, registry=registry)
+
+
+def identity() -> str:
+    """Return what tells this process's files from those of others; `forget_dead` reads it."""
+    return f"{os.getpid()}-gumbel"
+
+
 @contextmanager
 def worker_values(folder: Path) -> Iterator[None]:
     """Back every metric child that is built inside this context by this process's files in `folder`.
 
     The files are named apart from those that the process's other metrics may have in the same folder.
     """
+    reserve(folder)
     before_class, before_folder = values.ValueClass, os.environ.get(HOST_VARIABLE)
     os.environ[HOST_VARIABLE] = str(folder)
-    values.ValueClass = values.MultiProcessValue(lambda: f"{os.getpid()}-gumbel")
+    values.ValueClass = _value_class(folder)
     try:
         yield
     finally:
@@ -75,6 +133,12 @@ def worker_values(folder: Path) -> Iterator[None]:
             del os.environ[HOST_VARIABLE]
         else:
             os.environ[HOST_VARIABLE] = before_folder
+
+
+@cache
+def _value_class(folder: Path) -> type:
+    """Return the class of values in a folder's files, one for the process: two would write over each other."""
+    return values.MultiProcessValue(identity)
 
 
 class FolderCollector:

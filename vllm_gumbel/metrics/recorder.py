@@ -1,17 +1,26 @@
-"""Counts what a worker draws; called once a step with plain numbers, never raising into the serving loop."""
+"""Counts what a worker draws; called once a step with arrays, never raising into the serving loop.
+
+Each part counts one group of metrics. A part that raises is counted in `faults_total` under its name and logged once;
+the other parts and the tokens go on.
+"""
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, Gauge, Summary
 
 from vllm_gumbel.kernels.contract import Flag
 from vllm_gumbel.metrics import catalogue
+from vllm_gumbel.metrics.anomalies import LoopWatch
 from vllm_gumbel.metrics.catalogue import AnomalyKind
-from vllm_gumbel.metrics.exporter import worker_values
+from vllm_gumbel.metrics.evidence import EvidenceSums
+from vllm_gumbel.metrics.frequencies import Frequencies
+from vllm_gumbel.metrics.series import ARMS, DEFAULT, GUMBEL, Series, Total
+from vllm_gumbel.metrics.step import Step
+from vllm_gumbel.metrics.summary import Summary
+from vllm_gumbel.settings import SamplerSettings
 
 logger = logging.getLogger("vllm.gumbel")
 
@@ -22,6 +31,15 @@ _KIND_OF_FLAG = {
 }
 
 
+class Part(Protocol):
+    """Counts one group of metrics."""
+
+    name: str
+
+    def record(self, step: Step) -> None:
+        """Count a step, all of whose tokens are sent."""
+
+
 class Recorder:
     """The counters of one worker.
 
@@ -30,78 +48,193 @@ class Recorder:
         model_name: label.
         engine: label; the index of the data-parallel replica.
         build: values of the labels of `build_info`.
+        settings: which groups are counted, and how.
+        vocab: vocabulary size.
+        slots: number of requests that a batch holds at most.
+        glitches: bool [vocab], the ids that are glitch tokens; None if they are not known.
+        summary_seconds: how often a line goes to the log; None for never.
 
     Raises:
         OSError: the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, *, model_name: str, engine: int, build: dict[str, str]) -> None:
-        common = {"model_name": model_name, "engine": str(engine), "arm": "gumbel"}
-        registry = CollectorRegistry()  # keeps our names out of the process's own registry; the files are what is read
-        with worker_values(folder):
-            sampled = Counter(*definition(catalogue.SAMPLED_TOKENS), registry=registry)
-            anomalous = Counter(*definition(catalogue.ANOMALOUS_TOKENS), registry=registry)
-            faults = Counter(*definition(catalogue.FAULTS), registry=registry)
-            given_up = Summary(*definition(catalogue.TOP_N_GIVEN_UP), registry=registry)
-            info = Gauge(*definition(catalogue.BUILD_INFO), registry=registry, multiprocess_mode="max")
-            self._sampled = sampled.labels(**common)
-            self._sampled_by_stock = sampled.labels(**common | {"arm": "default"})
-            self._given_up = given_up.labels(**common)
-            self._anomalous = {flag: anomalous.labels(**common, kind=kind) for flag, kind in _KIND_OF_FLAG.items()}
-            self._faults = faults.labels(**common, part="recorder")
-            info.labels(**common, **build).set(1)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model_name: str,
+        engine: int,
+        build: dict[str, str],
+        settings: SamplerSettings | None = None,
+        vocab: int = 0,
+        slots: int = 0,
+        glitches: npt.NDArray[np.bool_] | None = None,
+        summary_seconds: float | None = None,
+    ) -> None:
+        settings = settings or SamplerSettings()
+        series = Series(folder, model_name=model_name, engine=engine)
+        anomalies = {
+            (kind, arm): series.counter(catalogue.ANOMALOUS_TOKENS, arm, kind=kind)
+            for kind in AnomalyKind
+            for arm in ARMS
+        }
+        self._seconds = series.histogram(catalogue.SAMPLER_SECONDS) if settings.watch_time else None
+        self.sampled = {arm: series.counter(catalogue.SAMPLED_TOKENS, arm) for arm in ARMS}
+        self._parts: list[Part] = [Counts(series, self.sampled, anomalies)]
+        if settings.watch > 0:
+            self._parts.append(EvidenceSums(series, anomalies, settings.improbable_below))
+        if settings.watch_loops:
+            self._parts.append(Loops(series, anomalies, slots))
+        if glitches is not None:
+            self._parts.append(Glitches(glitches, anomalies))
+        if settings.watch_frequencies:
+            self._parts.append(Frequencies(series, vocab, settings.token_profile))
+        if summary_seconds is not None:
+            self._parts.append(Summary(self.sampled, anomalies, summary_seconds))
+        self._faults = {
+            name: series.counter(catalogue.FAULTS, part=name)
+            for name in {"recorder", "time", "exactness", *(part.name for part in self._parts)}
+        }
+        series.gauge(catalogue.BUILD_INFO, **build).set(1)
         self._reported: set[str] = set()
 
-    def step(self, flags: npt.NDArray[np.uint8], sent: npt.NDArray[np.bool_] | None) -> None:
+    def record(self, step: Step, sent: npt.NDArray[np.bool_] | None = None) -> None:
         """Count one step.
 
         Args:
-            flags: uint8 [rows], bits of `contract.Flag`.
+            step: what was drawn.
             sent: bool [rows], rows whose token goes to the client; None means all.
         """
         try:
-            self._count(flags if sent is None else flags[sent])
+            if sent is not None:
+                step = step.only(sent)
         except Exception as error:  # whatever it is, the tokens must flow
-            self._fault(error)
-
-    def keyed(self, stock_rows: int, given_up: Sequence[float]) -> None:
-        """Count what only rows of requests with keys have.
-
-        Args:
-            stock_rows: how many rows vLLM's own sampler drew.
-            given_up: shares of mass that `gumbel_top_n` gave up.
-        """
-        try:
-            self._sampled_by_stock.inc(stock_rows)
-            for share in given_up:
-                self._given_up.observe(share)
-        except Exception as error:  # as in `step`
-            self._fault(error)
-
-    def _count(self, flags: npt.NDArray[np.uint8]) -> None:
-        self._sampled.inc(len(flags))
-        if not flags.any():
+            self.fault("recorder", error)
             return
-        for flag, counter in self._anomalous.items():
-            rows = int(np.count_nonzero(flags & flag))
-            if rows:
-                counter.inc(rows)
-                self._once(str(flag.name), "%d rows of a step: %s", rows, _KIND_OF_FLAG[flag].value)
+        for part in self._parts:
+            try:
+                part.record(step)
+            except Exception as error:  # as above
+                self.fault(part.name, error)
 
-    def _fault(self, error: Exception) -> None:
-        self._once(f"fault {type(error).__name__}", "counting failed, tokens keep flowing: %r", error)
+    def seconds(self, duration: float) -> None:
+        """Count the seconds that a step spent in the sampler."""
+        if self._seconds is None:
+            return
         try:
-            self._faults.inc()
-        except Exception as second:
-            self._once("fault counter", "the fault itself could not be counted: %r", second)
+            self._seconds.observe(duration)
+        except Exception as error:  # as in `record`
+            self.fault("time", error)
 
-    def _once(self, key: str, message: str, *arguments: object) -> None:
-        """Log a warning the first time that `key` is seen."""
+    def fault(self, part: str, error: Exception) -> None:
+        """Count an error in the bookkeeping, and log it the first time; never raises."""
+        key = f"{part} {type(error).__name__}"
         if key not in self._reported:
             self._reported.add(key)
-            logger.warning(f"vllm-gumbel: {message} (further ones are counted, not logged)", *arguments)
+            logger.warning(
+                "vllm-gumbel: counting failed in %s, tokens keep flowing (further ones are counted, not logged): %r",
+                part,
+                error,
+            )
+        try:
+            self._faults[part].inc()
+        except Exception as second:
+            if "fault counter" not in self._reported:
+                self._reported.add("fault counter")
+                logger.warning("vllm-gumbel: the fault itself could not be counted: %r", second)
 
 
-def definition(metric: catalogue.Metric) -> tuple[str, str, tuple[str, ...]]:
-    """Return name, help and labels of a metric as prometheus_client takes them."""
-    return catalogue.PREFIX + metric.name, metric.help, metric.label_names
+class Counts:
+    """Tokens and requests by arm, and what the draw flagged.
+
+    Args:
+        series: makes the counters.
+        sampled: counter of tokens by arm.
+        anomalies: counters of anomalous tokens by kind and arm.
+    """
+
+    name = "counts"
+
+    def __init__(
+        self, series: Series, sampled: dict[str, Total], anomalies: dict[tuple[AnomalyKind, str], Total]
+    ) -> None:
+        self._sampled, self._anomalies = sampled, anomalies
+        self._requests = {arm: series.counter(catalogue.REQUESTS, arm) for arm in ARMS}
+        self._given_up = series.summary(catalogue.TOP_N_GIVEN_UP)
+        self._logged: set[AnomalyKind] = set()
+
+    def record(self, step: Step) -> None:
+        """Count a step."""
+        by_stock = int(np.count_nonzero(step.by_stock))
+        self._sampled[GUMBEL].inc(len(step.tokens) - by_stock)
+        self._sampled[DEFAULT].inc(by_stock)
+        for each in step.admitted:
+            if each.first:
+                self._requests[DEFAULT if each.by_stock else GUMBEL].inc()
+        if step.given_up is not None:
+            for share in step.given_up[~np.isnan(step.given_up)]:
+                self._given_up.observe(share)
+        if not step.flags.any():
+            return
+        for flag, kind in _KIND_OF_FLAG.items():
+            rows = int(np.count_nonzero(step.flags & flag))
+            if not rows:
+                continue
+            self._anomalies[kind, GUMBEL].inc(rows)
+            if kind not in self._logged:
+                self._logged.add(kind)
+                logger.warning("vllm-gumbel: %d rows of a step: %s (further ones are counted, not logged)", rows, kind)
+
+
+class Loops:
+    """Loops that begin in generated texts, and the lengths of runs of one token.
+
+    Args:
+        series: makes the counters.
+        anomalies: counters of anomalous tokens by kind and arm.
+        slots: number of slots.
+    """
+
+    name = "loops"
+
+    def __init__(self, series: Series, anomalies: dict[tuple[AnomalyKind, str], Total], slots: int) -> None:
+        self._watch = LoopWatch(slots)
+        self._begun = {arm: anomalies[AnomalyKind.REPETITION, arm] for arm in ARMS}
+        self._runs = {arm: series.histogram(catalogue.TOKEN_RUN_LENGTH, arm) for arm in ARMS}
+
+    def record(self, step: Step) -> None:
+        """Count a step."""
+        for each in step.admitted:
+            self._watch.admit(each.slot, each.tokens)
+        for arm, mine in ((GUMBEL, ~step.by_stock), (DEFAULT, step.by_stock)):
+            if mine.any():
+                update = self._watch.update(step.slots[mine], step.tokens[mine])
+                self._begun[arm].inc(int(np.count_nonzero(update.begun)))
+                for length in update.ended_runs:
+                    self._runs[arm].observe(length)
+
+
+class Glitches:
+    """Tokens that are on the list of glitch tokens.
+
+    Args:
+        listed: bool [vocab].
+        anomalies: counters of anomalous tokens by kind and arm.
+    """
+
+    name = "glitches"
+
+    def __init__(self, listed: npt.NDArray[np.bool_], anomalies: dict[tuple[AnomalyKind, str], Total]) -> None:
+        self._listed = listed
+        self._seen = {arm: anomalies[AnomalyKind.GLITCH, arm] for arm in ARMS}
+
+    def record(self, step: Step) -> None:
+        """Count a step."""
+        add_by_arm(self._seen, self._listed[step.tokens], step.by_stock)
+
+
+def add_by_arm(counters: dict[str, Total], rows: npt.NDArray[np.bool_], by_stock: npt.NDArray[np.bool_]) -> None:
+    """Add the number of `rows`, bool [rows], to the counters of the arms that drew them."""
+    if rows.any():
+        counters[GUMBEL].inc(int(np.count_nonzero(rows & ~by_stock)))
+        counters[DEFAULT].inc(int(np.count_nonzero(rows & by_stock)))

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from vllm_gumbel.metrics import catalogue
 from vllm_gumbel.metrics.exporter import shared_folder, shows_folder, worker_values
-from vllm_gumbel.metrics.recorder import definition
+from vllm_gumbel.metrics.series import definition
 
 logger = logging.getLogger("vllm.gumbel")
 

@@ -1,0 +1,159 @@
+"""Which rows of a step under runner V2 are looked at, and what the recorder is told of a step."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from vllm_gumbel.integration.slots import SlotStates, requests_of_rows
+from vllm_gumbel.integration.tally import Finish
+from vllm_gumbel.kernels import statistics_torch
+from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE
+from vllm_gumbel.kernels.dispatch import SlotBackend
+from vllm_gumbel.kernels.slots import Noise
+from vllm_gumbel.metrics.step import Admission, Step, Watched
+from vllm_gumbel.settings import SamplerSettings
+
+
+class Seen(NamedTuple):
+    """What was seen in some rows of a part of a step.
+
+    Attributes:
+        rows: int64 [n]; which rows of the part, on the host.
+        of: how many rows the part has.
+        columns: tensors [n] on the device.
+    """
+
+    rows: np.ndarray
+    of: int
+    columns: dict[str, torch.Tensor]
+
+
+class DeviceWatch:
+    """Looks at the distribution of a share of the rows, on the device that holds their logits.
+
+    The choice comes from a generator of its own, so it knows nothing of what is drawn.
+
+    Args:
+        settings: server-wide settings.
+        states: parameters by slot.
+        backend: draws.
+        noise: which noise it draws with.
+        usable_vocab: number of ids the tokenizer knows; None if that is unknown.
+    """
+
+    def __init__(
+        self,
+        settings: SamplerSettings,
+        states: SlotStates,
+        backend: SlotBackend,
+        noise: Noise,
+        usable_vocab: int | None,
+    ) -> None:
+        self._share, self._improbable_below = settings.watch, settings.improbable_below
+        self._states, self._backend, self._noise, self._usable_vocab = states, backend, noise, usable_vocab
+        self._generator = np.random.default_rng()
+
+    def look(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slots_np: np.ndarray,
+    ) -> Seen | None:
+        """Return what is seen in some rows, None if no row was chosen.
+
+        Args:
+            logits: [rows, vocab], what was drawn from.
+            tokens: int64 [rows], what was drawn.
+            slots: integers [rows]; the slot of each row.
+            positions: int64 [rows].
+            slots_np: the slots of the batch, on the host.
+        """
+        chosen = np.flatnonzero(self._generator.random(len(tokens)) < self._share)
+        if not len(chosen):
+            return None
+        index = torch.from_numpy(chosen).to(logits.device, non_blocking=True)
+        part, slot, position, token = logits[index], slots[index].to(torch.int32), positions[index], tokens[index]
+        kept = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+        self._backend.draw(
+            part,
+            self._states.params(),
+            slot,
+            position,
+            self._states.filters(slots_np),
+            usable_vocab=self._usable_vocab,
+            noise=self._noise,
+            processed=kept,
+        )
+        greedy = self._states.temperature.gpu[slot] < GREEDY_TEMPERATURE
+        found = statistics_torch.statistics(
+            kept, part, token, greedy, usable_vocab=self._usable_vocab, improbable_below=self._improbable_below
+        )
+        columns = {**found._asdict(), "greedy": greedy, "position": position, "token": token}
+        return Seen(chosen, len(tokens), columns)
+
+    def report(
+        self,
+        flags: list[torch.Tensor],
+        seen: list[Seen | None],
+        output: SamplerOutput,
+        batch: InputBatch,
+        admitted: list[Admission],
+    ) -> tuple[dict[str, torch.Tensor], Finish]:
+        """Return what the recorder is told of a step, as `Tally.add` takes it.
+
+        Args:
+            flags: uint8 [rows], in parts.
+            seen: one for each part.
+            output: the step's result.
+            batch: the step's requests.
+            admitted: requests that got a slot since the last step.
+        """
+        arrays = {"flags": torch.cat(flags), **rows_of(output, batch)}
+        slots = np.repeat(batch.idx_mapping_np, np.diff(batch.cu_num_logits_np)).astype(np.int64)
+        there = [each for each in seen if each is not None]
+        for name in there[0].columns if there else ():
+            arrays[name] = torch.cat([each.columns[name] for each in there])
+        starts = np.cumsum([0, *(len(part) for part in flags)])
+        index = [each.rows + start for each, start in zip(seen, starts, strict=False) if each is not None]
+        rows = np.concatenate(index) if index else None
+        # Read now: by the time the arrays arrive another request may have the slot.
+        mine = slots if rows is None else slots[rows]
+        states, own = self._states, self._noise == Noise.OWN
+        seed, salt, seeded = (each[mine].copy() for each in (states.seeds.np, states.salt.np, states.seeded))
+
+        def finish(found: dict[str, np.ndarray]) -> tuple[Step, np.ndarray]:
+            watched = None
+            if rows is not None:
+                statistics = statistics_torch.finish(found, seed.view(np.uint64), salt.view(np.uint64), own_noise=own)
+                watched = Watched(rows, statistics, ~seeded & ~found["greedy"])
+            step = Step(
+                tokens=found["tokens"],
+                flags=found["flags"],
+                slots=slots,
+                by_stock=np.zeros(len(slots), bool),
+                watched=watched,
+                admitted=admitted,
+            )
+            return step, found["sent"]
+
+        return arrays, finish
+
+
+def rows_of(output: SamplerOutput, batch: InputBatch) -> dict[str, torch.Tensor]:
+    """Return `tokens`, int64 [rows], and `sent`, bool [rows]: which rows of a step gave a token that is sent.
+
+    With drafts a request has several rows, of which it gets the first `num_sampled`; none for an unfinished prompt.
+    """
+    if not batch.num_draft_tokens:
+        return {"tokens": output.sampled_token_ids.flatten(), "sent": output.num_sampled > 0}
+    offsets = batch.expanded_local_pos.long()
+    request = requests_of_rows(batch.cu_num_logits, len(offsets))
+    return {
+        "tokens": output.sampled_token_ids[request, offsets].long(),
+        "sent": offsets < output.num_sampled[request],
+    }

@@ -1,0 +1,109 @@
+"""What a worker tells the recorder about one step: arrays, one entry a row of the draw."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_gumbel.kernels.statistics import RowStatistics
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A request that got a slot.
+
+    Attributes:
+        slot: number that the batch gives it, of no other request until this one leaves.
+        tokens: what it had generated before, if it comes back.
+        first: whether it comes for the first time.
+        by_stock: whether vLLM's own sampler draws it.
+    """
+
+    slot: int
+    tokens: Sequence[int] = ()
+    first: bool = True
+    by_stock: bool = False
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Rows of a step whose distribution was looked at.
+
+    Attributes:
+        index: int64 [n], ascending; of the rows.
+        statistics: of these rows.
+        tested: bool [n]; drawn at random from the law of the statistics, by a request without a seed, whose noise no
+            other request shares. Which rows that are must not depend on what was drawn.
+    """
+
+    index: npt.NDArray[np.int64]
+    statistics: RowStatistics
+    tested: npt.NDArray[np.bool_]
+
+    def take(self, which: npt.NDArray[np.bool_], index: npt.NDArray[np.int64]) -> "Watched":
+        """Return those entries for which `which`, bool [n], is true, with `index` in place of theirs."""
+        statistics = RowStatistics(**{f.name: getattr(self.statistics, f.name)[which] for f in fields(RowStatistics)})
+        return Watched(index, statistics, self.tested[which])
+
+    @staticmethod
+    def join(parts: Sequence["Watched"]) -> "Watched | None":
+        """Return one for all of `parts`, in the order of the rows; None for none."""
+        if len(parts) < 2:
+            return parts[0] if parts else None
+        index = np.concatenate([part.index for part in parts])
+        order = np.argsort(index, kind="stable")
+        columns = {
+            f.name: np.concatenate([getattr(part.statistics, f.name) for part in parts])[order]
+            for f in fields(RowStatistics)
+        }
+        return Watched(index[order], RowStatistics(**columns), np.concatenate([part.tested for part in parts])[order])
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        tokens: int64 [rows].
+        flags: uint8 [rows]; bits of `contract.Flag`.
+        slots: int64 [rows]; of the request that a row belongs to. Rows of one request are in the order of its text.
+        by_stock: bool [rows]; drawn by vLLM's own sampler.
+        watched: None if no row was looked at.
+        given_up: float64 [rows]; share of the mass that `gumbel_top_n` gave up, NaN for a row without it; None if
+            there is no such row.
+        admitted: requests that got a slot since the last step.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    flags: npt.NDArray[np.uint8]
+    slots: npt.NDArray[np.int64]
+    by_stock: npt.NDArray[np.bool_]
+    watched: Watched | None = None
+    given_up: npt.NDArray[np.float64] | None = None
+    admitted: Sequence[Admission] = field(default_factory=tuple)
+
+    def only(self, sent: npt.NDArray[np.bool_]) -> "Step":
+        """Return the step without the rows whose token is not sent; `sent` is bool [rows].
+
+        Raises:
+            ValueError: `sent` is of another length.
+        """
+        if sent.shape != self.tokens.shape:
+            raise ValueError(f"sent must have shape {self.tokens.shape}, got {sent.shape}")
+        if sent.all():
+            return self
+        watched = self.watched
+        if watched is not None:
+            place = np.cumsum(sent) - 1
+            which = sent[watched.index]
+            watched = watched.take(which, place[watched.index[which]])
+        return replace(
+            self,
+            tokens=self.tokens[sent],
+            flags=self.flags[sent],
+            slots=self.slots[sent],
+            by_stock=self.by_stock[sent],
+            watched=watched,
+            given_up=None if self.given_up is None else self.given_up[sent],
+        )
