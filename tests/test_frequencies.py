@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -286,3 +287,20 @@ def test_command_says_what_is_wrong(tmp_path, capsys, monkeypatch):
 def test_profile_that_cannot_be_used_is_an_error_of_the_recorder(tmp_path):
     with pytest.raises(ProfileError, match="absent cannot be read"):
         make_recorder(tmp_path, settings=SamplerSettings(token_profile=str(tmp_path / "absent")))
+
+
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_profile_that_does_not_fit_is_refused_before_anything_starts(tmp_path, runner):
+    """Not first noticed by a worker, which would draw all the same and count less than it was asked to."""
+    from vllm_gumbel.integration import v1, v2
+    from vllm_gumbel.settings import SettingsError
+
+    write_profile(tmp_path / "profile.json", np.ones(7, np.int64))
+    config = SimpleNamespace(
+        additional_config={"sampler": "gumbel", "sampler_config": {"token_profile": str(tmp_path / "profile.json")}},
+        model_config=SimpleNamespace(get_vocab_size=lambda: 300),
+        speculative_config=None,
+        diffusion_config=None,
+    )
+    with pytest.raises(SettingsError, match=r"token_profile: .*vocabulary of 7 ids, the model has 300"):
+        {"v1": v1, "v2": v2}[runner].GumbelSampler.check_config(config)

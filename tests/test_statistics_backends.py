@@ -1,13 +1,16 @@
 """Row statistics of every backend against the reference: kept sets exactly, numbers within stated tolerances."""
 
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.rows import NAN, random_params
+from tests.rows import INFINITY, NAN, random_params
 from tests.test_numba_equality import DTYPES, as_dtype, make_rows
 from tests.test_statistics import NAMES, mixed_batch
 from vllm_gumbel.kernels import dispatch, launch_numba, sample_numba, sample_reference
@@ -15,6 +18,8 @@ from vllm_gumbel.kernels import statistics_numba as ours
 from vllm_gumbel.kernels import statistics_reference as reference
 from vllm_gumbel.kernels import statistics_torch as device
 from vllm_gumbel.kernels.contract import RowParams, Stream
+from vllm_gumbel.kernels.jit_numba import jit
+from vllm_gumbel.kernels.row_nucleus_numba import fine_mass
 
 
 def assert_close(*, found, right, right_below, right_above):
@@ -79,6 +84,24 @@ def test_numba_finds_the_nucleus_of_large_rows_by_itself(dtype, monkeypatch):
     assert found.kept[7] > 49_000 > found.kept[3] > 1000
 
 
+@jit(inline=True)
+def fine_masses_of(differences, masses):
+    """Write the float64 mass of every difference."""
+    for i in range(len(differences)):
+        masses[i] = fine_mass(differences[i])
+
+
+def test_fine_masses_are_exponentials():
+    """100,000 of them within 2^-50, which decides nuclei of thousands of ids; exactly 1 at 0, no less than e^-700."""
+    differences = np.concatenate([np.linspace(-700, 0, 50_001), -np.logspace(-20, 2, 50_000)])
+    masses = np.empty_like(differences)
+    fine_masses_of(differences, masses)
+    assert np.abs(masses / np.exp(differences) - 1).max() < 2.0**-50
+    fine_masses_of(np.array([0.0, -1e4, -INFINITY]), masses)
+    assert masses[0] == 1
+    np.testing.assert_allclose(masses[1:3], math.exp(-700), rtol=1e-12)
+
+
 def test_numba_leaves_to_the_reference_what_rounding_decides():
     """Masses that do not add up exactly, in tied pairs: the share of every prefix as top_p, and its neighbours."""
     logits = np.repeat(np.linspace(0, -6, 400), 2).astype(np.float32)
@@ -123,6 +146,23 @@ def test_strides_threads_and_batches_change_nothing_in_numba():
         np.testing.assert_array_equal(np.concatenate([getattr(one, name) for one in alone]), right)
         for other in others:
             np.testing.assert_array_equal(getattr(other, name), right)
+
+
+WITHOUT_JIT = """
+import numpy as np
+from tests.test_statistics_backends import DTYPES, compare, mixed_batch, ours
+rng = np.random.default_rng(9)
+for vocabulary in (1, 7, 300, 600):
+    for dtype in DTYPES:
+        batch = mixed_batch(rng, 12, vocabulary, dtype, 500, 0)
+        compare(ours.statistics, *batch, np.arange(12), below=1 / vocabulary, usable_vocab=500)
+"""
+
+
+def test_kernels_run_without_the_compiler():
+    """`NUMBA_DISABLE_JIT=1`: the same functions as plain Python."""
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_JIT], check=True, env=environment, timeout=240)
 
 
 def torch_statistics(logits, params, tokens, rows, *, usable_vocab=None, stream=Stream.TARGET, improbable_below=1e-6):

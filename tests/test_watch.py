@@ -292,8 +292,9 @@ def test_nothing_is_looked_at_where_nothing_counts_it():
 
 
 def test_the_share_of_rows_is_the_one_that_is_set():
-    """40,000 rows at shares of 1/8 and 0.9: within 5 standard deviations (false alarm 6e-7), which catches 0.9%.
+    """40,000 rows at shares of 1/8 and 0.9: within 5 standard deviations (false alarm 6e-7).
 
+    That catches a share that is 0.009 off, and one of pairs that is 0.014 off.
     Whether a row is chosen depends on no other: pairs of neighbours are both chosen with the square of the share.
     """
     for share in (0.125, 0.9):

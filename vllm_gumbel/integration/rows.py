@@ -11,6 +11,7 @@ draws, is kept on the runner's `CachedRequestState`, which lives as long as the 
 
 import logging
 import secrets
+from collections import deque
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -31,6 +32,10 @@ logger = logging.getLogger("vllm.gumbel")
 
 #: How many requests with `gumbel_return_info` are remembered.
 MOST_TOLD = 10_000
+
+
+#: Most requests that are remembered as having entered the batch since the last draw.
+LARGEST_QUEUE = 65_536
 
 
 class SeedSource:
@@ -144,7 +149,8 @@ class Rows:
 
     def take_admitted(self) -> list[Admission]:
         """Return the requests that entered the batch since the last call."""
-        admitted, self._batch.admitted = self._batch.admitted, []
+        admitted = list(self._batch.admitted)
+        self._batch.admitted.clear()
         return admitted
 
     def generated(self, row: int) -> int:
@@ -209,7 +215,7 @@ class RowBatch(InputBatch):
         self.told: dict[str, tuple[int, int]] = {}
         self._request_rows: dict[str, RequestRow] = {}
         self._free_slots: list[int] = []
-        self.admitted: list[Admission] = []
+        self.admitted: deque[Admission] = deque(maxlen=LARGEST_QUEUE)  # a rank that never draws never takes them
         self._rows: Rows | None = None  # made at the end, since vLLM's constructor already asks for metadata
         super().__init__(*arguments, **keywords)
         self._free_slots = list(reversed(range(self.max_num_reqs)))

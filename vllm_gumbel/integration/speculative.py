@@ -25,6 +25,7 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm_gumbel.integration import keys
 from vllm_gumbel.integration.edits import edit
 from vllm_gumbel.integration.rows import Rows, detached_params
+from vllm_gumbel.integration.watch import timed
 from vllm_gumbel.kernels.contract import RowParams
 
 #: Fills the places of tokens that were not accepted.
@@ -44,11 +45,17 @@ class Verifier(RejectionSampler):
         logits: torch.Tensor,
         sampling_metadata: SamplingMetadata,
     ) -> SamplerOutput:
+        """Return the tokens of a step; see `verify`, which needs no `draft_probs`. The time it takes is counted."""
+        with timed(self.sampler.recorder):
+            return self.verify(metadata, logits, sampling_metadata)
+
+    def verify(
+        self, metadata: SpecDecodeMetadata, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+    ) -> SamplerOutput:
         """Return the accepted tokens of a step, and the first of each request that differs from its draft.
 
         Args:
             metadata: vLLM's; the drafts, and how many each request has.
-            draft_probs: not needed.
             logits: [drafts + requests, vocab]; for each request a row per draft, then one more.
             sampling_metadata: vLLM's; its `rows` give seed and position.
 

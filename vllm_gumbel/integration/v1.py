@@ -126,6 +126,7 @@ class GumbelSampler(Sampler):
     def check_config(cls, config: "VllmConfig") -> None:
         """Raise `UnsupportedError` for a server configuration that the sampler cannot serve; before anything starts."""
         compat.require_supported_features(config)
+        worker.require_profile(config, choice.read(config.additional_config).settings)
 
     @classmethod
     def validate_params(cls, params: "SamplingParams", settings: SamplerSettings | None = None) -> None:

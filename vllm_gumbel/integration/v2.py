@@ -109,7 +109,9 @@ class GumbelSampler(Sampler):
     def check_config(cls, config: "VllmConfig") -> None:
         """Raise `UnsupportedError` for a server configuration that the sampler cannot serve; before anything starts."""
         compat.require_supported_features_v2(config, current_platform.device_type)
-        rules = choice.read(config.additional_config).settings.rules
+        settings = choice.read(config.additional_config).settings
+        worker.require_profile(config, settings)
+        rules = settings.rules
         try:
             refuse_unhonoured(GumbelParams.from_extra_args(None, rules=rules))
         except ParamsError as error:

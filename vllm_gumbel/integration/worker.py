@@ -11,8 +11,9 @@ import vllm_gumbel
 from vllm_gumbel.integration import compat
 from vllm_gumbel.kernels.contract import NOISE_VERSION
 from vllm_gumbel.metrics import exporter, glitch
+from vllm_gumbel.metrics.frequencies import ProfileError, read_profile
 from vllm_gumbel.metrics.recorder import Recorder
-from vllm_gumbel.settings import SamplerSettings
+from vllm_gumbel.settings import SamplerSettings, SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,6 +48,16 @@ def end_of_sequence(config: "VllmConfig") -> int | None:
     """Return the model's end-of-sequence id, None if it has none."""
     ids = getattr(config.model_config.hf_text_config, "eos_token_id", None)
     return next(iter(ids), None) if isinstance(ids, list) else ids
+
+
+def require_profile(config: "VllmConfig", settings: SamplerSettings) -> None:
+    """Raise `SettingsError` if the setting `token_profile` names no profile of the model's vocabulary."""
+    if settings.token_profile is None:
+        return
+    try:
+        read_profile(Path(settings.token_profile), config.model_config.get_vocab_size())
+    except ProfileError as error:
+        raise SettingsError(f"sampler config: token_profile: {error}") from None
 
 
 def recorder(

@@ -18,7 +18,9 @@ from vllm_gumbel.kernels.logprobs_numba import block_total
 from vllm_gumbel.kernels.masses_numba import mass
 
 _PER_LN2 = F32(1 / math.log(2.0))
-_FARTHEST = F32(-80.0)  # e^-80 of the largest mass: 10^9 such ids, and 80^2 times their mass, add less than 1e-21
+
+#: x less the largest x counts as no less than this: the mass of 10^9 such ids, times 80^2, is below 1e-21.
+FARTHEST = F32(-80.0)
 
 
 @jit(inline=True)
@@ -32,7 +34,7 @@ def block_moments(block: Any, temperature: Any, x_max: Any, lowest: Any, bar: An
     for j in range(len(block)):
         x = F32(widen(block[j]) / temperature)
         d = F32(x - x_max)
-        d = d if d > _FARTHEST else _FARTHEST
+        d = d if d > FARTHEST else FARTHEST
         m = mass(d, _PER_LN2, F32(0)) if x >= lowest else F32(0)
         md = F32(m * d)
         count = I32(count + I32(x >= lowest))

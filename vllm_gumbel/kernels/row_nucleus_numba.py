@@ -6,10 +6,10 @@ the last step is vector code:
 1. one pass writes the tempered values and their masses in float32;
 2. a search over values narrows the boundary down to a window: each step adds up the masses of what reaches three values
    between its ends, and goes on as long as their error (`_SLACK`) leaves no doubt;
-3. within the window, a short list, `nucleus_numba` decides, with as little and with as much of the mass that is still
-   missing as that error allows;
-4. if the two differ, as they do where no id has much of the mass, masses are added up in float64. If they still differ,
-   the order of a sum decides, and so the reference must.
+3. within the window, a short list, `nucleus_numba` decides; that stands if the boundary lies farther than the error
+   from either end of the mass of the id it cuts behind;
+4. if not, as where no id has much of the mass, masses are added up in float64. If that leaves a doubt too, the order of
+   a sum decides, and so the reference must.
 """
 
 import math
@@ -30,12 +30,12 @@ from vllm_gumbel.kernels.jit_numba import (
     use_widest_vectors,
 )
 from vllm_gumbel.kernels.masses_numba import mass, summation_slack
+from vllm_gumbel.kernels.moments_numba import FARTHEST
 from vllm_gumbel.kernels.nucleus_numba import cut_of_nucleus, exact_mass
 
 _SLACK = 2.0**-15  # of float32 sums: masses within 4e-6, a block added in any order within 2^-16
 _FEW = 256  # ids in a window that are not worth another step
 _MOST_STEPS = 7  # of a quarter each: windows of 0.001 nats
-_FARTHEST = F32(-80.0)
 
 _ROUNDING = F64(6755399441055744.0)  # 1.5 * 2^52, the trick of `masses_numba`
 _PER_LN2 = F64(1 / math.log(2.0))
@@ -79,7 +79,7 @@ def write_masses(block: Any, temperature: Any, x_max: Any, lowest: Any, xs: Any,
     for j in range(len(block)):
         x = F32(widen(block[j]) / temperature)
         d = F32(x - x_max)
-        m = mass(d if d > _FARTHEST else _FARTHEST, F32(_PER_LN2), F32(0)) if x >= lowest else F32(0)
+        m = mass(d if d > FARTHEST else FARTHEST, F32(_PER_LN2), F32(0)) if x >= lowest else F32(0)
         xs[j] = x if x >= lowest else MINUS_INFINITY
         masses[j] = m
         count = I32(count + I32(x >= lowest))

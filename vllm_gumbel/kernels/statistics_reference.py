@@ -53,11 +53,11 @@ def statistics(
         if not len(ids) or not np.isfinite(x[ids]).all():
             continue
         # Differences from the largest first: sums of large logits would lose what matters.
-        below, total = from_largest(x, ids)
+        below, total = from_largest(x[ids])
         log_p = below - total
         p = np.exp(log_p)
         place = np.flatnonzero(ids == tokens[r])
-        below_1, total_1 = from_largest(logit, np.arange(limit))
+        below_1, total_1 = from_largest(logit)
         found.kept[i] = len(ids)
         found.log_total[i] = x[ids].max().astype(np.float64) + total
         found.surprisal[i] = -log_p[place[0]] if len(place) else np.inf
@@ -73,8 +73,8 @@ def statistics(
     return found
 
 
-def from_largest(x: Row, ids: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.float64], float]:
-    """Return x[ids] less the largest of them, and the logsumexp of that; float64."""
-    values = x[ids].astype(np.float64)
-    values -= values.max()
-    return values, math.log(np.exp(values).sum())
+def from_largest(x: Row) -> tuple[npt.NDArray[np.float64], float]:
+    """Return x less the largest of them, and the logsumexp of that; float64."""
+    below = x.astype(np.float64)
+    below -= below.max()
+    return below, math.log(np.exp(below).sum())
