@@ -16,6 +16,7 @@ second as a server does for Prometheus, and on with every token looked at, alter
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -39,8 +40,15 @@ SETTINGS = {
 }
 ARMS = ("stock", "gumbel")
 
-#: What `--metrics` compares: settings of the sampler. `scraped` is the engine of `on`, while it is scraped.
-COUNTING = {"off": {"metrics": False}, "on": {}, "scraped": None, "watch=1": {"watch": 1.0}}
+#: What `--metrics` compares: settings of the sampler. `scraped` is the engine of `on`, while it is scraped; a second
+#: engine like the first shows what two that are equal differ by.
+COUNTING = {
+    "off": {"metrics": False},
+    "on": {},
+    "scraped": None,
+    "watch=1": {"watch": 1.0},
+    "off again": {"metrics": False},
+}
 SCRAPES_PER_SECOND = 50
 
 
@@ -131,53 +139,49 @@ def scrape(folder: str, now: Event, ended: Event, scrapes) -> None:
             time.sleep(max(0.0, due - time.perf_counter()))
 
 
-def compare_counting(arguments: argparse.Namespace) -> None:
+def compare_counting(arguments: argparse.Namespace, folders: Path) -> None:
     """Print the throughput of each way of counting, and its ratio to none, as medians over the rounds."""
     engines = {}
     for name, config in COUNTING.items():
         if config is not None:
-            # A folder each, so that a scrape reads what one server's would.
-            os.environ["GUMBEL_METRICS_DIRECTORY"] = folder = tempfile.mkdtemp(prefix="benchmark-metrics-")
+            (folders / name).mkdir()  # a folder each, so that a scrape reads what one server's would
+            os.environ["GUMBEL_METRICS_DIRECTORY"] = str(folders / name)
             engines[name] = engine(arguments.model, "gumbel", arguments.requests, arguments.backend, config=config)
-        if name == "on":
-            scraped_folder = folder
-    engines["scraped"] = engines["on"]
     spawn = multiprocessing.get_context("spawn")
     now, ended, scrapes = spawn.Event(), spawn.Event(), spawn.Value("l", 0)
-    scraper = spawn.Process(target=scrape, args=(scraped_folder, now, ended, scrapes), daemon=True)
+    scraper = spawn.Process(target=scrape, args=(str(folders / "on"), now, ended, scrapes), daemon=True)
     scraper.start()
     rates: dict[str, dict[str, list[float]]] = {}
-    scraping = 0.0
-    for requests in dict.fromkeys((arguments.requests, 1)):
-        for setting in arguments.settings:
-            rates[f"{setting}, {requests} requests"] = found = {name: [] for name in COUNTING}
-            for llm in engines.values():
-                measure(llm, requests, 4, SETTINGS[setting])
-            for round_number in range(arguments.rounds):
-                for name in COUNTING if round_number % 2 == 0 else reversed(COUNTING):
-                    began = time.perf_counter()
-                    if name == "scraped":
-                        now.set()
-                    # As many tokens for one request as a batch takes about the same time for, so that noise is alike.
-                    tokens = arguments.tokens * (4 if requests == 1 else 1)
-                    found[name].append(measure(engines[name], requests, tokens, SETTINGS[setting])[0])
-                    if name == "scraped":
-                        now.clear()
-                        scraping += time.perf_counter() - began
+    scraped_seconds = 0.0
+    for requests, setting in itertools.product(dict.fromkeys((arguments.requests, 1)), arguments.settings):
+        # One request gets more tokens, so that its times are not much shorter, and no noisier, than those of a batch.
+        tokens = arguments.tokens * (4 if requests == 1 else 1)
+        rates[f"{setting}, {requests} requests"] = found = {name: [] for name in COUNTING}
+        for llm in engines.values():
+            measure(llm, requests, 4, SETTINGS[setting])
+        for round_number in range(arguments.rounds):
+            for name in COUNTING if round_number % 2 == 0 else reversed(COUNTING):
+                llm = engines["on" if name == "scraped" else name]
+                began = time.perf_counter()
+                if name == "scraped":
+                    now.set()
+                found[name].append(measure(llm, requests, tokens, SETTINGS[setting])[0])
+                if name == "scraped":
+                    now.clear()
+                    scraped_seconds += time.perf_counter() - began
     ended.set()
     scraper.join()
     print(f"\n{'tokens/s; ratio to off':32s}" + "".join(f"{name:>16s}" for name in COUNTING))
     for title, found in rates.items():
-        ratios = {
-            name: statistics.median(each / off for each, off in zip(values, found["off"], strict=True))
-            for name, values in found.items()
-        }
-        cells = (f"{statistics.median(values):.0f}; {ratios[name]:.3f}" for name, values in found.items())
+        cells = []
+        for values in found.values():
+            ratio = statistics.median(each / off for each, off in zip(values, found["off"], strict=True))
+            cells.append(f"{statistics.median(values):.0f}; {ratio:.3f}")
         print(f"{title:32s}" + "".join(f"{cell:>16s}" for cell in cells))
-    print(f"{scrapes.value / scraping:.0f} scrapes a second")
-    print(json.dumps({"tokens": arguments.tokens, "tokens_per_second": rates}))
-    for name in set(engines) - {"scraped"}:
-        engines[name].llm_engine.engine_core.shutdown()
+    print(f"{scrapes.value / scraped_seconds:.0f} scrapes a second of the engine that is scraped")
+    print(json.dumps({"requests": arguments.requests, "tokens": arguments.tokens, "tokens_per_second": rates}))
+    for llm in engines.values():
+        llm.llm_engine.engine_core.shutdown()
 
 
 def main() -> int:
@@ -188,6 +192,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="per request")
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--backend", default="auto", help="of the gumbel arm")
+    parser.add_argument("--first", choices=ARMS, default="stock", help="whose engine is made first, which is no favour")
     parser.add_argument("--drafts", type=int, default=0, help="compare accepted shares of that many draft tokens")
     parser.add_argument("--metrics", action="store_true", help="compare ways of counting with none")
     arguments = parser.parse_args()
@@ -204,9 +209,11 @@ def main() -> int:
         compare_drafts(arguments)
         return 0
     if arguments.metrics:
-        compare_counting(arguments)
+        with tempfile.TemporaryDirectory(prefix="benchmark-metrics-") as folders:
+            compare_counting(arguments, Path(folders))
         return 0
-    engines = {arm: engine(arguments.model, arm, arguments.requests, arguments.backend) for arm in ARMS}
+    order = ARMS if arguments.first == "stock" else tuple(reversed(ARMS))
+    engines = {arm: engine(arguments.model, arm, arguments.requests, arguments.backend) for arm in order}
     # Alone, since in bfloat16 a row's logits depend on what else a step computes.
     for i in range(4):
         alone = [measure(llm, 1, min(8, arguments.tokens), SETTINGS["greedy"], first=i)[1] for llm in engines.values()]

@@ -66,6 +66,16 @@ def test_bad_rows_have_numbers():
     assert ids[4].tolist() == [7, 0, 1, 2]
 
 
+@pytest.mark.parametrize("size", [1e9, 3e9, 3e38])
+def test_logits_so_large_that_nothing_near_them_is_another_number(size):
+    """The largest less a hundred is the largest itself; its mass is all there is all the same."""
+    ids, logprobs, ranks = gather(np.array([[0, size, -size, 1]], np.float32), np.array([1]), 2)
+    assert ids.tolist() == [[1, 1, 3]]
+    assert logprobs[0, 0] == logprobs[0, 1] == 0
+    assert -INFINITY < logprobs[0, 2] <= -size / 2
+    assert ranks.tolist() == [1]
+
+
 def test_token_outside_the_row_has_no_probability():
     """-1 stands for a row without a candidate, and no memory is read for it."""
     _, logprobs, ranks = gather(np.zeros((2, 10), np.float32), np.array([-1, 10]), 1)

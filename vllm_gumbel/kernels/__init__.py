@@ -22,6 +22,9 @@ Modules:
     sample_reference    the draw in NumPy, the definition
     noise_numba         the same noise for CPUs
     sample_numba        the same draw for CPUs: one call a batch, straight from the logits
+    statistics          what a draw says about itself, and the check of its arguments
+    statistics_reference, statistics_numba, statistics_torch
+                        those numbers in NumPy, the definition; for CPUs; and where the logits are, all but the noise
     slots               parameters by request slot, as vLLM's model runner V2 keeps them
     noise_triton        the same noise for GPUs
     noise_stock_triton  vLLM's own noise

@@ -74,7 +74,7 @@ def log_total_of(row: Any, maxima: Any, largest: Any) -> Any:
     """Return ln of the sum of exp(logit - largest), float32; `largest` is finite."""
     total = 0.0
     for b in range(blocks_in(I64(0), I64(len(row)))):
-        if maxima[b] > largest - F32(100):  # below that, 300,000 ids add less than 1e-38
+        if maxima[b] >= largest - F32(100):  # below that, 300,000 ids add less than 1e-38
             total += F64(block_total(row[b * BLOCK : min(b * BLOCK + BLOCK, len(row))], largest))
     return F32(math.log(total))
 
