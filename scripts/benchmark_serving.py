@@ -2,9 +2,10 @@
 """Throughput of a whole engine with vLLM's own sampler and with `gumbel`, setting by setting, alternating.
 
 Both engines run at the same time in one run of this program and take turns, request batch by request batch, so that
-whatever else the machine does meets both. Before anything is timed, greedy outputs of the two are compared, one request
-at a time. Printed are medians in tokens per second, their ratio, and the share of greedy's throughput in the same run;
-the last line is JSON.
+whatever else the machine does meets both. All of that is done twice, the second time with the engines made in the
+other order: the one made first, which idles while the other loads, can be a fifth slower ever after. Before anything is
+timed, greedy outputs of the two are compared, one request at a time. Printed are medians in tokens per second, their
+ratio, and the share of greedy's throughput in the same run; the last line is JSON.
 
     .venv/bin/python scripts/benchmark_serving.py --rounds 5 --requests 64 --tokens 48
 
@@ -184,15 +185,38 @@ def compare_counting(arguments: argparse.Namespace, folders: Path) -> None:
         llm.llm_engine.engine_core.shutdown()
 
 
+def compare_arms(
+    arguments: argparse.Namespace, order: tuple[str, ...], rates: dict[str, dict[str, list[float]]]
+) -> None:
+    """Measure both arms, whose engines are made in that order, and add what is measured to `rates`."""
+    engines = {arm: engine(arguments.model, arm, arguments.requests, arguments.backend) for arm in order}
+    # Alone, since in bfloat16 a row's logits depend on what else a step computes.
+    for i in range(4):
+        alone = [measure(llm, 1, min(8, arguments.tokens), SETTINGS["greedy"], first=i)[1] for llm in engines.values()]
+        if alone[0] != alone[1]:
+            raise SystemExit("greedy outputs of the two arms differ: nothing is timed")
+    for name in arguments.settings:  # the first batch of a setting compiles and allocates
+        for arm in order:
+            measure(engines[arm], arguments.requests, 4, SETTINGS[name])
+    for round_number in range(arguments.rounds):
+        for name in arguments.settings:
+            for arm in order if round_number % 2 == 0 else reversed(order):
+                rates[name][arm].append(measure(engines[arm], arguments.requests, arguments.tokens, SETTINGS[name])[0])
+            done = "  ".join(f"{arm} {rates[name][arm][-1]:.0f}" for arm in order)
+            count = f"round {round_number + 1} of {arguments.rounds}, {order[0]} made first"
+            print(f"{count}  {name:20s} {done} tokens/s", file=sys.stderr, flush=True)
+    for llm in engines.values():
+        llm.llm_engine.engine_core.shutdown()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model for vLLM; default: the one that `vllm-gumbel model` prepares")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="with each order of the engines")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48, help="per request")
     parser.add_argument("--settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--backend", default="auto", help="of the gumbel arm")
-    parser.add_argument("--first", choices=ARMS, default="stock", help="whose engine is made first, which is no favour")
     parser.add_argument("--drafts", type=int, default=0, help="compare accepted shares of that many draft tokens")
     parser.add_argument("--metrics", action="store_true", help="compare ways of counting with none")
     arguments = parser.parse_args()
@@ -212,27 +236,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="benchmark-metrics-") as folders:
             compare_counting(arguments, Path(folders))
         return 0
-    order = ARMS if arguments.first == "stock" else tuple(reversed(ARMS))
-    engines = {arm: engine(arguments.model, arm, arguments.requests, arguments.backend) for arm in order}
-    # Alone, since in bfloat16 a row's logits depend on what else a step computes.
-    for i in range(4):
-        alone = [measure(llm, 1, min(8, arguments.tokens), SETTINGS["greedy"], first=i)[1] for llm in engines.values()]
-        if alone[0] != alone[1]:
-            raise SystemExit("greedy outputs of the two arms differ: nothing is timed")
     rates: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in ARMS} for name in arguments.settings}
-    for name in arguments.settings:  # the first batch of a setting compiles and allocates
-        for arm in ARMS:
-            measure(engines[arm], arguments.requests, 4, SETTINGS[name])
-    for round_number in range(arguments.rounds):
-        for name in arguments.settings:
-            for arm in ARMS if round_number % 2 == 0 else reversed(ARMS):
-                rates[name][arm].append(measure(engines[arm], arguments.requests, arguments.tokens, SETTINGS[name])[0])
-            done = "  ".join(f"{arm} {rates[name][arm][-1]:.0f}" for arm in ARMS)
-            print(
-                f"round {round_number + 1} of {arguments.rounds}  {name:20s} {done} tokens/s",
-                file=sys.stderr,
-                flush=True,
-            )
+    for order in (ARMS, tuple(reversed(ARMS))):
+        compare_arms(arguments, order, rates)
     medians = {name: {arm: statistics.median(values) for arm, values in arms.items()} for name, arms in rates.items()}
     floor = medians.get("greedy", {})
     print(f"\n{'setting':20s} {'stock':>8s} {'gumbel':>8s} {'ratio':>6s} {'of greedy: stock':>17s} {'gumbel':>7s}")
@@ -244,8 +250,6 @@ def main() -> int:
         )
         print(f"{name:20s} {arms['stock']:8.0f} {arms['gumbel']:8.0f} {arms['gumbel'] / arms['stock']:6.2f}{shares}")
     print(json.dumps({"requests": arguments.requests, "tokens": arguments.tokens, "tokens_per_second": rates}))
-    for llm in engines.values():
-        llm.llm_engine.engine_core.shutdown()
     return 0
 
 
