@@ -11,7 +11,8 @@ preset of temperature 0.8, keys that are settled at admission; stock knows no ke
 in which no request sets a key that acts on rows calls nothing of theirs, which `tests/test_keys_v1.py` shows. Columns:
 microseconds a step (median, minimum) of ours and stock, their ratio, and ours over our own plain step. `--memory`
 prints instead how far the peak of a process lies above what it held before its first step, for each mode in a process
-of its own. The last line is JSON.
+of its own. `--metrics` prints instead what counting adds to a step of ours, at the default share of watched rows and
+with all of them watched, as means, since most of it falls on few steps. The last line is JSON.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
@@ -60,8 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES), metavar="MODE")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="of the logits")
     parser.add_argument("--threads", type=int, default=1, help="threads of both")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each per mode, at most 200")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each per mode, at most 200 but for --metrics")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
+    parser.add_argument("--metrics", action="store_true", help="what counting costs: ours with it against ours without")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of time, 256 rows of 151936 ids")
     parser.add_argument("--arm", choices=ARMS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -159,6 +162,62 @@ def prepare() -> None:
     launch_numba.set_threads(ARGUMENTS.threads)
 
 
+def counting(folder: Path, rows: int, vocab: int, **settings: Any) -> Any:
+    """Return what counts in a server, with a summary in the log that is never due."""
+    from vllm_gumbel.metrics import catalogue
+    from vllm_gumbel.metrics.recorder import Recorder
+    from vllm_gumbel.settings import SamplerSettings
+
+    return Recorder(
+        folder,
+        model_name="m",
+        engine=0,
+        build=dict.fromkeys(catalogue.BUILD_INFO.labels, "x"),
+        settings=SamplerSettings(**settings),
+        vocab=vocab,
+        slots=rows,
+        glitches=torch.zeros(vocab, dtype=torch.bool).numpy(),
+        summary_seconds=1e9,
+    )
+
+
+def time_counting(mode: str, rows: int, vocab: int, logits: torch.Tensor) -> dict[str, float]:
+    """Return means in microseconds a step, of which a share looks at rows: without counting, with it, with watch 1."""
+    from vllm_gumbel.integration.watch import Watch
+    from vllm_gumbel.settings import SamplerSettings
+
+    times: dict[str, list[float]] = {"off": [], "on": [], "watch 1": []}
+    with tempfile.TemporaryDirectory() as folder:
+        arms = {name: Arm("gumbel", mode, rows, vocab) for name in times}
+        for name, settings in (("on", {}), ("watch 1", {"watch": 1})):
+            (Path(folder) / name).mkdir()
+            arms[name].sampler.recorder = counting(Path(folder) / name, rows, vocab, **settings)
+            arms[name].sampler.watch = Watch(SamplerSettings(**settings), arms[name].sampler.backend, None)
+        for step in range(ARGUMENTS.steps + 3):
+            for name in times if step % 2 == 0 else reversed(times):
+                arms[name].advance(step % vocab)
+                began = time.thread_time()
+                arms[name].step(logits)
+                if step >= 3:
+                    times[name].append(time.thread_time() - began)
+    return {name: round(statistics.mean(values) * 1e6, 1) for name, values in times.items()}
+
+
+def metrics() -> list[dict[str, Any]]:
+    """Print and return what counting costs in every mode: microseconds a step, in the calling thread."""
+    results: list[dict[str, Any]] = []
+    print("      V  rows mode                 off       on  watch 1  on - off  watch 1 - off")
+    for vocab, rows in [(vocab, rows) for vocab in ARGUMENTS.vocab for rows in ARGUMENTS.rows]:
+        logits = make_logits(rows, vocab)
+        for mode in ARGUMENTS.modes:
+            cell = time_counting(mode, rows, vocab, logits)
+            off, on, all_rows = cell.values()
+            results.append({"mode": mode, "rows": rows, "vocab": vocab, **cell})
+            row = f"{off:>8} {on:>8} {all_rows:>8} {on - off:>9.1f} {all_rows - off:>14.1f}"
+            print(f"{vocab:>7} {rows:>5} {mode:<15} {row}", flush=True)
+    return results
+
+
 def time_mode(mode: str, rows: int, vocab: int, logits: torch.Tensor) -> dict[str, Any]:
     """Return medians and minima of both arms, in microseconds a step."""
     arms = {name: Arm(name, mode, rows, vocab) for name in ARMS}
@@ -226,6 +285,9 @@ def main() -> None:
         warm, arm = (Arm(ARGUMENTS.arm, ARGUMENTS.modes[0], rows, 151_936) for rows in (1, 256))
         warm.step(logits[:1].clone())
         print(peak_of(lambda: arm.step(logits)))
+        return
+    if ARGUMENTS.metrics:
+        print(json.dumps({"dtype": ARGUMENTS.dtype, "counting": metrics()}))
         return
     results = []
     print("      V  rows mode               gumbel       min      stock        min  ratio  /plain")
