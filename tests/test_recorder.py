@@ -205,6 +205,24 @@ def test_time_in_the_sampler_is_a_histogram(tmp_path):
     assert total(tmp_path, catalogue.SAMPLER_SECONDS, "_bucket", le="0.5") == 3
 
 
+def test_values_added_at_once_are_those_added_one_by_one(tmp_path):
+    """At, below and above every bound, in any number, none too."""
+    series, generator = Series(tmp_path, model_name="m", engine=0), np.random.default_rng(0)
+    at_once = series.distribution(TOKEN_RUN_LENGTH, GUMBEL)
+    one_by_one = series.histogram(TOKEN_RUN_LENGTH, DEFAULT)
+    for size in (0, 1, 3, 200):
+        values = generator.integers(0, 90, size)
+        at_once.add(values)
+        for value in values:
+            one_by_one.observe(value)
+    for suffix in ("_count", "_sum"):
+        first, second = (total(tmp_path, TOKEN_RUN_LENGTH, suffix, arm=arm) for arm in ARMS)
+        assert first == second > 200
+    for bound in [*map(float, TOKEN_RUN_LENGTH.buckets), "+Inf"]:
+        first, second = (total(tmp_path, TOKEN_RUN_LENGTH, "_bucket", arm=arm, le=str(bound)) for arm in ARMS)
+        assert first == second > 0, bound
+
+
 # --------------------------------------------------------------------------------------------------------------- faults
 
 

@@ -67,7 +67,7 @@ class _Sums:
         self._outside = anomalies[AnomalyKind.OUTSIDE_FILTER, arm]
         self._watched = series.counter(catalogue.WATCHED_TOKENS, arm)
         self._expected = series.counter(catalogue.EXPECTED_IMPROBABLE, arm)
-        self._kept = series.histogram(catalogue.KEPT_TOKENS, arm)
+        self._kept = series.distribution(catalogue.KEPT_TOKENS, arm)
         self._tested = series.counter(catalogue.TESTED_TOKENS, arm)
         self._surprisal = series.counter(catalogue.SURPRISAL, arm)
         self._entropy = series.counter(catalogue.ENTROPY, arm)
@@ -85,8 +85,7 @@ class _Sums:
         self._watched.inc(int(np.count_nonzero(mine)))
         self._outside.inc(int(np.count_nonzero(outside)))
         self._improbable.inc(int(np.count_nonzero(mine & (rows.log_probability < self._least))))
-        for kept in rows.kept[mine]:
-            self._kept.observe(kept)
+        self._kept.add(rows.kept[mine])
         masses = rows.improbable_mass[mine]
         self._expected.inc(float(masses[np.isfinite(masses)].sum()))
         finite = np.isfinite(rows.surprisal) & np.isfinite(rows.entropy) & np.isfinite(rows.variance)

@@ -200,7 +200,7 @@ class Loops:
     def __init__(self, series: Series, anomalies: dict[tuple[AnomalyKind, str], Total], slots: int) -> None:
         self._watch = LoopWatch(slots)
         self._begun = {arm: anomalies[AnomalyKind.REPETITION, arm] for arm in ARMS}
-        self._runs = {arm: series.histogram(catalogue.TOKEN_RUN_LENGTH, arm) for arm in ARMS}
+        self._runs = {arm: series.distribution(catalogue.TOKEN_RUN_LENGTH, arm) for arm in ARMS}
 
     def record(self, step: Step) -> None:
         """Count a step."""
@@ -210,8 +210,7 @@ class Loops:
             if mine.any():
                 update = self._watch.update(step.slots[mine], step.tokens[mine])
                 self._begun[arm].inc(int(np.count_nonzero(update.begun)))
-                for length in update.ended_runs:
-                    self._runs[arm].observe(length)
+                self._runs[arm].add(update.ended_runs)
 
 
 class Glitches:

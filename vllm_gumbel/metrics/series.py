@@ -1,9 +1,12 @@
 """The counters, gauges and histograms of one worker, made from the catalogue, in files that `/metrics` reads."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from prometheus_client import Counter, Gauge, Histogram, Summary
 
 from vllm_gumbel.metrics.catalogue import PREFIX, Metric
@@ -34,6 +37,30 @@ class Total:
             self.value += amount
 
 
+class Distribution:
+    """A histogram to which a step's values are added at once, with a write a bucket instead of two a value.
+
+    prometheus_client adds values one by one only, which for the 64 of a step takes a quarter of a millisecond; so this
+    goes to the parts of its histogram, and a test holds it to what `observe` does.
+
+    Args:
+        histogram: with labels.
+        bounds: its buckets, without infinity.
+    """
+
+    def __init__(self, histogram: Any, bounds: Sequence[float]) -> None:
+        self._buckets, self._sum = histogram._buckets, histogram._sum
+        self._bounds = np.array([*bounds, np.inf])
+
+    def add(self, values: npt.NDArray[np.int64]) -> None:
+        """Add values, at least 0."""
+        if len(values):
+            counts = np.bincount(np.searchsorted(self._bounds, values))
+            for bucket in np.flatnonzero(counts):
+                self._buckets[bucket].inc(int(counts[bucket]))
+            self._sum.inc(float(values.sum()))
+
+
 class Series:
     """Makes what a worker counts with, each with the worker's labels.
 
@@ -58,6 +85,10 @@ class Series:
     def histogram(self, metric: Metric, arm: str = GUMBEL, **labels: str) -> Histogram:
         """Return an empty histogram."""
         return self._child(Histogram, metric, arm, labels, buckets=metric.buckets)
+
+    def distribution(self, metric: Metric, arm: str = GUMBEL, **labels: str) -> Distribution:
+        """Return an empty histogram for many values a step."""
+        return Distribution(self.histogram(metric, arm, **labels), metric.buckets)
 
     def summary(self, metric: Metric, arm: str = GUMBEL, **labels: str) -> Summary:
         """Return an empty summary."""
