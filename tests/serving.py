@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from vllm_gumbel.metrics.exporter import PRIVATE_VARIABLE
+
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = Path(sys.executable).with_name("vllm")
 
@@ -69,6 +71,8 @@ def free_port() -> int:
 def serving(model: Path, log: Path, *flags: str, **environment: str) -> Iterator[Server]:
     """Run `vllm serve` until the context ends, with its output in `log`."""
     port = free_port()
+    # An engine of this process has chosen a folder for its metrics; a server that inherited it would show them too.
+    others = {name: value for name, value in os.environ.items() if name != PRIVATE_VARIABLE}
     command = [str(VLLM), "serve", str(model), "--served-model-name", "smollm2", "--port", str(port)]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -77,7 +81,7 @@ def serving(model: Path, log: Path, *flags: str, **environment: str) -> Iterator
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            env={**others, "PYTHONPATH": str(ROOT), **environment},
         )
     server = Server(f"http://127.0.0.1:{port}", log, process)
     try:

@@ -71,7 +71,7 @@ def test_logits_so_large_that_nothing_near_them_is_another_number(size):
     """The largest less a hundred is the largest itself; its mass is all there is all the same."""
     ids, logprobs, ranks = gather(np.array([[0, size, -size, 1]], np.float32), np.array([1]), 2)
     assert ids.tolist() == [[1, 1, 3]]
-    assert logprobs[0, 0] == logprobs[0, 1] == 0
+    assert np.allclose(logprobs[0, :2], 0, atol=1e-5)
     assert -INFINITY < logprobs[0, 2] <= -size / 2
     assert ranks.tolist() == [1]
 

@@ -155,7 +155,7 @@ def preemptions(engine):
         ({"gumbel_salt": [1]}, "gumbel_salt must be an integer from -2^63 to 2^64 - 1, got [1]"),
         ({"gumbel_salt": float("nan")}, "gumbel_salt must be an integer"),
         ({"gumbel_salt": float("inf")}, "gumbel_salt must be an integer"),
-        ({"gumbel_salt": 2**64}, "2**64"),
+        ({"gumbel_salt": 2**64}, f"gumbel_salt must be an integer from -2^63 to 2^64 - 1, got {2**64}"),
         ({"gumbel_pepper": 1}, "gumbel_pepper is not a known parameter (known: gumbel_sampler, gumbel_salt, "),
     ],
 )
