@@ -17,6 +17,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -150,6 +151,7 @@ class FolderCollector:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._failed = False
+        self._lock = threading.Lock()  # scrapes may come at the same time
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: which metrics there are is known when a worker has written them."""
@@ -160,9 +162,10 @@ class FolderCollector:
         try:
             return list(MultiProcessCollector(None, path=str(self._folder)).collect())
         except Exception as error:  # a file cut short fails in many ways, and the scrape has other metrics to show
-            if not self._failed:
+            with self._lock:
+                said, self._failed = self._failed, True
+            if not said:
                 logger.warning("vllm-gumbel metrics cannot be read from %s: %r", self._folder, error)
-            self._failed = True
             return []
 
 
