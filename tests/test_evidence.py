@@ -8,7 +8,7 @@ import pytest
 
 from tests.recording import ORDINARY, heard, make_recorder, step, total, watched
 from vllm_gumbel.metrics import catalogue
-from vllm_gumbel.metrics.series import ARMS, DEFAULT, GUMBEL
+from vllm_gumbel.metrics.catalogue import ARMS, DEFAULT, GUMBEL
 from vllm_gumbel.settings import SamplerSettings
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -11,9 +11,8 @@ import pytest
 from tests.recording import VOCAB, make_recorder, step, total, watched
 from tests.serving import free_port
 from vllm_gumbel.metrics import catalogue, exporter, refusals
-from vllm_gumbel.metrics.catalogue import FAULTS, SAMPLED_TOKENS
+from vllm_gumbel.metrics.catalogue import ARMS, FAULTS, GUMBEL, SAMPLED_TOKENS
 from vllm_gumbel.metrics.exporter import PRIVATE_VARIABLE
-from vllm_gumbel.metrics.series import ARMS, GUMBEL
 
 ROOT = Path(__file__).resolve().parent.parent
 

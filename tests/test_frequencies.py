@@ -11,6 +11,7 @@ import pytest
 from tests.recording import VOCAB, heard, make_recorder, step, total
 from vllm_gumbel import cli
 from vllm_gumbel.metrics import catalogue, exporter, frequencies
+from vllm_gumbel.metrics.catalogue import DEFAULT, GUMBEL
 from vllm_gumbel.metrics.exporter import PRIVATE_VARIABLE
 from vllm_gumbel.metrics.frequencies import (
     INTERVAL,
@@ -22,7 +23,7 @@ from vllm_gumbel.metrics.frequencies import (
     read_profile,
     write_profile,
 )
-from vllm_gumbel.metrics.series import DEFAULT, GUMBEL, Series
+from vllm_gumbel.metrics.series import Series
 from vllm_gumbel.settings import SamplerSettings
 
 SPAWN = multiprocessing.get_context("spawn")

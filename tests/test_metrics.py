@@ -16,8 +16,8 @@ from prometheus_client import values
 from tests.recording import BUILD, heard, make_recorder, samples, step, total, watched
 from vllm_gumbel.kernels.contract import Flag
 from vllm_gumbel.metrics import catalogue, exporter
+from vllm_gumbel.metrics.catalogue import ARMS
 from vllm_gumbel.metrics.exporter import HOST_VARIABLE, PRIVATE_VARIABLE, FolderCollector, shared_folder, worker_values
-from vllm_gumbel.metrics.series import ARMS
 from vllm_gumbel.settings import SamplerSettings
 
 SPAWN = multiprocessing.get_context("spawn")

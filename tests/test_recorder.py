@@ -10,8 +10,17 @@ import pytest
 from tests.recording import VOCAB, heard, make_recorder, step, total, watched
 from vllm_gumbel.kernels.statistics import RowStatistics
 from vllm_gumbel.metrics import catalogue
-from vllm_gumbel.metrics.catalogue import ANOMALOUS_TOKENS, FAULTS, REQUESTS, SAMPLED_TOKENS, TOKEN_RUN_LENGTH
-from vllm_gumbel.metrics.series import ARMS, DEFAULT, GUMBEL, Series
+from vllm_gumbel.metrics.catalogue import (
+    ANOMALOUS_TOKENS,
+    ARMS,
+    DEFAULT,
+    FAULTS,
+    GUMBEL,
+    REQUESTS,
+    SAMPLED_TOKENS,
+    TOKEN_RUN_LENGTH,
+)
+from vllm_gumbel.metrics.series import Series
 from vllm_gumbel.metrics.step import Admission, Watched
 from vllm_gumbel.metrics.summary import Summary
 

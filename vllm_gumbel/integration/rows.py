@@ -33,7 +33,6 @@ logger = logging.getLogger("vllm.gumbel")
 #: How many requests with `gumbel_return_info` are remembered.
 MOST_TOLD = 10_000
 
-
 #: Most requests that are remembered as having entered the batch since the last draw.
 LARGEST_QUEUE = 65_536
 

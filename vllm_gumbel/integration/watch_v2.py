@@ -22,12 +22,10 @@ class Seen(NamedTuple):
 
     Attributes:
         rows: int64 [n]; which rows of the part, on the host.
-        of: how many rows the part has.
         columns: tensors [n] on the device.
     """
 
     rows: np.ndarray
-    of: int
     columns: dict[str, torch.Tensor]
 
 
@@ -94,7 +92,7 @@ class DeviceWatch:
             kept, part, token, greedy, usable_vocab=self._usable_vocab, improbable_below=self._improbable_below
         )
         columns = {**found._asdict(), "greedy": greedy, "position": position, "token": token}
-        return Seen(chosen, len(tokens), columns)
+        return Seen(chosen, columns)
 
     def report(
         self,

@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,6 +48,22 @@ class DrawFunction(Protocol):
         stream: Stream = Stream.TARGET,
         processed: npt.NDArray[np.float32] | None = None,
     ) -> Draw: ...
+
+
+class StatisticsFunction(Protocol):
+    """Signature that every backend's `statistics` has; `statistics_reference.statistics` documents it."""
+
+    def __call__(
+        self,
+        logits: Logits,
+        params: RowParams,
+        tokens: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        *,
+        usable_vocab: int | None = None,
+        stream: Stream = Stream.TARGET,
+        improbable_below: float = IMPROBABLE_BELOW,
+    ) -> RowStatistics: ...
 
 
 @dataclass(frozen=True)
@@ -91,27 +108,10 @@ class Backend:
 
         return logprobs_numba.gather(logits, tokens, top_n)
 
-    def statistics(
-        self,
-        logits: Logits,
-        params: RowParams,
-        tokens: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        *,
-        usable_vocab: int | None = None,
-        stream: Stream = Stream.TARGET,
-        improbable_below: float = IMPROBABLE_BELOW,
-    ) -> RowStatistics:
-        """Return the statistics of some drawn rows; arguments and errors as `statistics_reference.statistics` has."""
-        found: RowStatistics = importlib.import_module(STATISTICS[self.name]).statistics(
-            logits,
-            params,
-            tokens,
-            rows,
-            usable_vocab=usable_vocab,
-            stream=stream,
-            improbable_below=improbable_below,
-        )
+    @cached_property
+    def statistics(self) -> StatisticsFunction:
+        """The statistics of some drawn rows, as `statistics_reference.statistics` has them."""
+        found: StatisticsFunction = importlib.import_module(STATISTICS[self.name]).statistics
         return found
 
 

@@ -31,6 +31,20 @@ SERIAL_IDS = 200_000
 #: Types of the two arguments that `Kernels` adds: uint8 [threads, bytes] scratch memory, int64 [1] next row.
 WORKSPACE_TYPES = (types.Array(types.uint8, 2, "C"), types.Array(types.int64, 1, "C"))
 
+
+def read_only(scalar: types.Type, dimensions: int = 1) -> types.Type:
+    """Return the type of an array that a kernel reads, of any strides."""
+    return types.Array(scalar, dimensions, "A", readonly=True)
+
+
+#: Types of the columns of `RowParams`, in their order.
+PARAM_TYPES = tuple(
+    map(
+        read_only,
+        (types.float32, types.int32, types.float32, types.float32, types.uint64, types.int64, types.uint64),
+    )
+)
+
 _FLOAT16 = np.dtype(np.float16)
 _ELEMENTS = {"float32": types.float32, "uint16": types.uint16, "float16": types.int16}
 _threads = 1

@@ -42,7 +42,7 @@ from vllm_gumbel.kernels.jit_numba import (
     take_next,
     use_widest_vectors,
 )
-from vllm_gumbel.kernels.launch_numba import SERIAL_IDS, WORKSPACE_TYPES, Kernels
+from vllm_gumbel.kernels.launch_numba import SERIAL_IDS, WORKSPACE_TYPES, Kernels, read_only
 from vllm_gumbel.kernels.masses_numba import mass
 from vllm_gumbel.kernels.noise_numba import row_keys
 from vllm_gumbel.kernels.scratch_numba import scratch_of
@@ -229,8 +229,8 @@ def gather(
 def _signature(element: types.Type) -> tuple[types.Type, ...]:
     """Return the argument types of the kernels for logits of one element type."""
     return (
-        types.Array(element, 2, "A", readonly=True),
-        types.Array(types.int64, 1, "A", readonly=True),
+        read_only(element, 2),
+        read_only(types.int64),
         types.Array(types.int32, 2, "C"),
         types.Array(types.float32, 2, "C"),
         types.Array(types.int64, 1, "C"),

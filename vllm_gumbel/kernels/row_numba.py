@@ -28,10 +28,8 @@ from vllm_gumbel.kernels.race_numba import INFINITY, is_tied, race_blocks, race_
 from vllm_gumbel.kernels.scratch_numba import scratch_of
 from vllm_gumbel.kernels.select_numba import (
     bound_of_min_p,
-    bound_of_nth,
     collect,
-    cut_of_top_k,
-    keep_cut,
+    list_top_k,
     write_kept,
 )
 
@@ -178,17 +176,8 @@ def draw_from_list(
         (token, score, bound, cut_x, cut_id, decided): the winner; smallest logit and cut of the kept set if wanted;
         False if the reference has to decide.
     """
-    ids, xs, blocks = scratch.ids, scratch.xs, blocks_in(I64(0), limit)
-    if top_k <= blocks:
-        x = F32(bound_of_nth(scratch.largest[:blocks], top_k) / temperature)
-        if x > lowest_x:
-            bound = least_logit(x, temperature)
-    n = collect(row, limit, bound, temperature, scratch)
-    cut_x, cut_id = MINUS_INFINITY, I64(-1)
-    if n > top_k:
-        cut_x, cut_id = cut_of_top_k(ids[:n], xs[:n], top_k, scratch.values)
-        n = keep_cut(ids[:n], xs[:n], cut_x, cut_id)
-    ids, xs = ids[:n], xs[:n]
+    n, _, bound, cut_x, cut_id = list_top_k(row, limit, temperature, top_k, lowest_x, bound, scratch)
+    ids, xs = scratch.ids[:n], scratch.xs[:n]
 
     below_x, below_id = MINUS_INFINITY, I64(-1)
     while True:

@@ -17,7 +17,15 @@ from numba import prange, types
 from vllm_gumbel.kernels import sample_reference
 from vllm_gumbel.kernels.contract import Draw, Logits, RowParams, Stream, check
 from vllm_gumbel.kernels.jit_numba import jit, row_of, take_next
-from vllm_gumbel.kernels.launch_numba import SERIAL_IDS, WORKSPACE_TYPES, Kernels, set_threads, side_by_side
+from vllm_gumbel.kernels.launch_numba import (
+    PARAM_TYPES,
+    SERIAL_IDS,
+    WORKSPACE_TYPES,
+    Kernels,
+    read_only,
+    set_threads,
+    side_by_side,
+)
 from vllm_gumbel.kernels.row_numba import UNDECIDED_ROW, draw_row
 
 __all__ = ["draw", "reference_rows", "set_threads", "warm_up"]
@@ -94,19 +102,9 @@ def draw_in_parallel(
 
 def _signature(element: types.Type) -> tuple[types.Type, ...]:
     """Return the argument types of the kernels for logits of one element type: any strides, read-only where read."""
-
-    def read(scalar: types.Type, dimensions: int = 1) -> types.Type:
-        return types.Array(scalar, dimensions, "A", readonly=True)
-
     return (
-        read(element, 2),
-        read(types.float32),
-        read(types.int32),
-        read(types.float32),
-        read(types.float32),
-        read(types.uint64),
-        read(types.int64),
-        read(types.uint64),
+        read_only(element, 2),
+        *PARAM_TYPES,
         types.int64,
         types.int64,
         types.Array(types.float32, 2, "A"),

@@ -13,6 +13,7 @@ from vllm_gumbel.kernels.floats_numba import (
     MINUS_INFINITY,
     float_of_key,
     key_of_float,
+    least_logit,
     next_above,
     widen,
 )
@@ -154,6 +155,33 @@ def keep_cut(ids: Any, xs: Any, cut_x: Any, cut_id: Any) -> Any:
             ids[n], xs[n] = ids[j], xs[j]
             n += 1
     return n
+
+
+@jit
+def list_top_k(row: Any, limit: Any, temperature: Any, top_k: Any, lowest: Any, bound: Any, scratch: Any) -> Any:
+    """List the ids that top-k leaves, in `ids` and `xs` of the scratch memory.
+
+    Args:
+        row: logits, no NaN.
+        limit: number of ids that may be drawn.
+        temperature, top_k: parameters, 0 < top_k, int64.
+        lowest, bound: float32; smallest tempered value and smallest logit that min_p left.
+        scratch: `Scratch`, summarised.
+
+    Returns:
+        (n, lowest, bound, cut_x, cut_id): how many ids are listed, and the set that they are.
+    """
+    ids, xs, blocks = scratch.ids, scratch.xs, blocks_in(I64(0), limit)
+    if top_k <= blocks:
+        x = F32(bound_of_nth(scratch.largest[:blocks], top_k) / temperature)
+        if x > lowest:
+            lowest, bound = x, least_logit(x, temperature)
+    n = collect(row, limit, bound, temperature, scratch)
+    cut_x, cut_id = MINUS_INFINITY, I64(-1)
+    if n > top_k:
+        cut_x, cut_id = cut_of_top_k(ids[:n], xs[:n], top_k, scratch.values)
+        n = keep_cut(ids[:n], xs[:n], cut_x, cut_id)
+    return n, lowest, bound, cut_x, cut_id
 
 
 @jit(inline=True)

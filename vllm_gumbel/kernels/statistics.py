@@ -3,6 +3,7 @@
 `statistics_reference.py` defines them; the other backends return the same within the tolerances they state.
 """
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -51,6 +52,11 @@ class RowStatistics:
         """Return what rows without a law have, to be filled in."""
         numbers = (np.full(rows, np.nan) for _ in fields(cls)[1:])
         return cls(np.zeros(rows, np.int64), *numbers)
+
+
+def log_threshold(improbable_below: float) -> float:
+    """Return ln of the threshold of `improbable_mass`; -inf for 0, below which no probability lies."""
+    return math.log(improbable_below) if improbable_below > 0 else -math.inf
 
 
 def check(

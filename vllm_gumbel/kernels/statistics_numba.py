@@ -31,15 +31,15 @@ from vllm_gumbel.kernels.blocks_numba import (
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, Logits, RowParams, Stream
 from vllm_gumbel.kernels.floats_numba import MINUS_INFINITY, PLUS_INFINITY, least_logit, widen
 from vllm_gumbel.kernels.jit_numba import F32, F64, I64, jit, row_of, take_next
-from vllm_gumbel.kernels.launch_numba import SERIAL_IDS, WORKSPACE_TYPES, Kernels
+from vllm_gumbel.kernels.launch_numba import PARAM_TYPES, SERIAL_IDS, WORKSPACE_TYPES, Kernels, read_only
 from vllm_gumbel.kernels.moments_numba import kept_moments, log_total_at_1
 from vllm_gumbel.kernels.noise_numba import row_keys, score
 from vllm_gumbel.kernels.nucleus_numba import cut_of_nucleus
 from vllm_gumbel.kernels.race_numba import INFINITY
 from vllm_gumbel.kernels.row_nucleus_numba import cut_of_row_nucleus
 from vllm_gumbel.kernels.scratch_numba import scratch_of
-from vllm_gumbel.kernels.select_numba import bound_of_min_p, bound_of_nth, collect, cut_of_top_k, keep_cut
-from vllm_gumbel.kernels.statistics import IMPROBABLE_BELOW, RowStatistics, check
+from vllm_gumbel.kernels.select_numba import bound_of_min_p, list_top_k
+from vllm_gumbel.kernels.statistics import IMPROBABLE_BELOW, RowStatistics, check, log_threshold
 
 #: In place of a number of kept ids: the reference has to find it.
 UNDECIDED_ROW = -1
@@ -154,15 +154,10 @@ def cut_of_filters(
             cut_x, cut_id, decided = cut_of_row_nucleus(row, limit, largest, temperature, top_p, lowest, x_max, scratch)
         return lowest, cut_x, cut_id, decided
 
-    ids, xs = scratch.ids, scratch.xs
-    if top_k <= len(largest):
-        lowest = max(lowest, F32(bound_of_nth(largest, I64(top_k)) / temperature))
-    n = collect(row, limit, least_logit(lowest, temperature), temperature, scratch)
-    if n > top_k:
-        cut_x, cut_id = cut_of_top_k(ids[:n], xs[:n], I64(top_k), scratch.values)
-        n = keep_cut(ids[:n], xs[:n], cut_x, cut_id)
+    bound = least_logit(lowest, temperature)
+    n, lowest, _, cut_x, cut_id = list_top_k(row, limit, temperature, I64(top_k), lowest, bound, scratch)
     if top_p < 1:
-        cut_x, cut_id, decided = cut_of_nucleus(ids[:n], xs[:n], top_p, x_max, scratch.values)
+        cut_x, cut_id, decided = cut_of_nucleus(scratch.ids[:n], scratch.xs[:n], top_p, x_max, scratch.values)
     return lowest, cut_x, cut_id, decided
 
 
@@ -238,22 +233,12 @@ def fill_in_parallel(
 
 def _signature(element: types.Type) -> tuple[types.Type, ...]:
     """Return the argument types of the kernels for logits of one element type: any strides, read-only where read."""
-
-    def read(scalar: types.Type, dimensions: int = 1) -> types.Type:
-        return types.Array(scalar, dimensions, "A", readonly=True)
-
     return (
-        read(element, 2),
+        read_only(element, 2),
         types.int64,
-        read(types.int64),
-        read(types.int64),
-        read(types.float32),
-        read(types.int32),
-        read(types.float32),
-        read(types.float32),
-        read(types.uint64),
-        read(types.int64),
-        read(types.uint64),
+        read_only(types.int64),
+        read_only(types.int64),
+        *PARAM_TYPES,
         types.int64,
         types.int64,
         types.float64,
@@ -314,7 +299,7 @@ def statistics(
         params.salt,
         int(stream),
         limit,
-        math.log(improbable_below) if improbable_below > 0 else -math.inf,
+        log_threshold(improbable_below),
         kept,
         numbers,
     )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vllm_gumbel.kernels import noise_reference as noise
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, Logits, RowParams, Stream, widen
 from vllm_gumbel.kernels.sample_reference import Row, clean, kept, scale
-from vllm_gumbel.kernels.statistics import IMPROBABLE_BELOW, RowStatistics, check
+from vllm_gumbel.kernels.statistics import IMPROBABLE_BELOW, RowStatistics, check, log_threshold
 
 
 def statistics(
@@ -42,7 +42,7 @@ def statistics(
         TypeError, ValueError: arguments break the contract (`statistics.check`).
     """
     limit = check(logits, params, tokens, rows, usable_vocab, improbable_below)
-    found = RowStatistics.unknown(len(rows))
+    found, threshold = RowStatistics.unknown(len(rows)), log_threshold(improbable_below)
     for i, r in enumerate(rows):
         logit, _ = clean(widen(logits[r]))
         logit[limit:] = -np.inf
@@ -68,7 +68,6 @@ def statistics(
             g = noise.gumbel(int(params.seed[r]), *keys)[0]
             found.score[i] = g - found.surprisal[i]
         found.log_probability[i] = below_1[tokens[r]] - total_1 if 0 <= tokens[r] < len(below_1) else -np.inf
-        threshold = math.log(improbable_below) if improbable_below > 0 else -np.inf
         found.improbable_mass[i] = p[below_1[ids] - total_1 < threshold].sum()
     return found
 

@@ -16,7 +16,7 @@ import torch
 
 from vllm_gumbel.kernels import noise_reference as noise
 from vllm_gumbel.kernels.contract import Stream
-from vllm_gumbel.kernels.statistics import IMPROBABLE_BELOW, RowStatistics
+from vllm_gumbel.kernels.statistics import IMPROBABLE_BELOW, RowStatistics, log_threshold
 
 _FARTHEST = -80.0  # as in `moments_numba`: what lies farther below the largest has no mass
 
@@ -62,7 +62,7 @@ def statistics(
     best = logit.max(dim=1, keepdim=True).values
     log_total_1 = _total((logit - best).exp_()).log_()
     log_probability = torch.where(known, (logit.gather(1, place).double() - best).squeeze(1) - log_total_1, -math.inf)
-    threshold = math.log(improbable_below) if improbable_below > 0 else -math.inf
+    threshold = log_threshold(improbable_below)
     bar = (log_total_1 + threshold).float()[:, None]
 
     top = x.max(dim=1, keepdim=True)

@@ -9,6 +9,11 @@ PREFIX = "vllm_gumbel_"
 COMMON_LABELS = ("model_name", "engine", "arm")
 
 
+#: The samplers that may draw a row: values of the label `arm`.
+GUMBEL, DEFAULT = "gumbel", "default"
+ARMS = (GUMBEL, DEFAULT)
+
+
 class AnomalyKind(StrEnum):
     """Values of the label `kind` of `anomalous_tokens_total`."""
 

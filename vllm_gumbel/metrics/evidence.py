@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from vllm_gumbel.kernels.statistics import RowStatistics
 from vllm_gumbel.metrics import catalogue
-from vllm_gumbel.metrics.catalogue import AnomalyKind
-from vllm_gumbel.metrics.series import ARMS, DEFAULT, GUMBEL, Series, Total
+from vllm_gumbel.metrics.catalogue import ARMS, DEFAULT, GUMBEL, AnomalyKind
+from vllm_gumbel.metrics.series import Series, Total
 from vllm_gumbel.metrics.step import Step
 
 #: Number of bins of `score_pit`.

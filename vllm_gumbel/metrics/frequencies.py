@@ -20,7 +20,8 @@ import numpy.typing as npt
 from prometheus_client import Gauge
 
 from vllm_gumbel.metrics import catalogue, exporter
-from vllm_gumbel.metrics.series import ARMS, DEFAULT, GUMBEL, Series
+from vllm_gumbel.metrics.catalogue import ARMS, DEFAULT, GUMBEL
+from vllm_gumbel.metrics.series import Series
 from vllm_gumbel.metrics.step import Step
 
 #: Seconds between two looks at the counts.
@@ -63,9 +64,8 @@ class Frequencies:
 
     def record(self, step: Step) -> None:
         """Count a step."""
-        for arm, mine in ((GUMBEL, ~step.by_stock), (DEFAULT, step.by_stock)):
-            if mine.any():
-                np.add.at(self._counts[arm], step.tokens[mine], 1)
+        for arm, mine in step.by_arm():
+            np.add.at(self._counts[arm], step.tokens[mine], 1)
         if self._clock() >= self._due:
             self._due = self._clock() + INTERVAL
             self.publish()

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from vllm_gumbel.kernels.contract import Flag
 from vllm_gumbel.metrics import catalogue
 from vllm_gumbel.metrics.anomalies import LoopWatch
-from vllm_gumbel.metrics.catalogue import AnomalyKind
+from vllm_gumbel.metrics.catalogue import ARMS, DEFAULT, GUMBEL, AnomalyKind
 from vllm_gumbel.metrics.evidence import EvidenceSums
 from vllm_gumbel.metrics.frequencies import Frequencies
-from vllm_gumbel.metrics.series import ARMS, DEFAULT, GUMBEL, Series, Total
+from vllm_gumbel.metrics.series import Series, Total
 from vllm_gumbel.metrics.step import Step
 from vllm_gumbel.metrics.summary import Summary
 from vllm_gumbel.settings import SamplerSettings
@@ -206,11 +206,10 @@ class Loops:
         """Count a step."""
         for each in step.admitted:
             self._watch.admit(each.slot, each.tokens)
-        for arm, mine in ((GUMBEL, ~step.by_stock), (DEFAULT, step.by_stock)):
-            if mine.any():
-                update = self._watch.update(step.slots[mine], step.tokens[mine])
-                self._begun[arm].inc(int(np.count_nonzero(update.begun)))
-                self._runs[arm].add(update.ended_runs)
+        for arm, mine in step.by_arm():
+            update = self._watch.update(step.slots[mine], step.tokens[mine])
+            self._begun[arm].inc(int(np.count_nonzero(update.begun)))
+            self._runs[arm].add(update.ended_runs)
 
 
 class Glitches:
@@ -229,11 +228,6 @@ class Glitches:
 
     def record(self, step: Step) -> None:
         """Count a step."""
-        add_by_arm(self._seen, self._listed[step.tokens], step.by_stock)
-
-
-def add_by_arm(counters: dict[str, Total], rows: npt.NDArray[np.bool_], by_stock: npt.NDArray[np.bool_]) -> None:
-    """Add the number of `rows`, bool [rows], to the counters of the arms that drew them."""
-    if rows.any():
-        counters[GUMBEL].inc(int(np.count_nonzero(rows & ~by_stock)))
-        counters[DEFAULT].inc(int(np.count_nonzero(rows & by_stock)))
+        listed = self._listed[step.tokens]
+        for arm, mine in step.by_arm() if listed.any() else ():
+            self._seen[arm].inc(int(np.count_nonzero(listed & mine)))

@@ -12,10 +12,9 @@ from urllib.parse import urlsplit, urlunsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_gumbel.metrics import catalogue
-from vllm_gumbel.metrics.catalogue import CATALOGUE, PREFIX, AnomalyKind, Metric
+from vllm_gumbel.metrics.catalogue import ARMS, CATALOGUE, PREFIX, AnomalyKind, Metric
 from vllm_gumbel.metrics.evidence import PIT_BINS
 from vllm_gumbel.metrics.exactness import Evidence
-from vllm_gumbel.metrics.series import ARMS
 
 #: Bytes of a page that are read at most; a server's own page has some hundred thousand.
 LARGEST_PAGE = 64 * 2**20

@@ -9,12 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from prometheus_client import Counter, Gauge, Histogram, Summary
 
-from vllm_gumbel.metrics.catalogue import PREFIX, Metric
+from vllm_gumbel.metrics.catalogue import GUMBEL, PREFIX, Metric
 from vllm_gumbel.metrics.exporter import worker_values
-
-#: The samplers that may draw a row: values of the label `arm`.
-GUMBEL, DEFAULT = "gumbel", "default"
-ARMS = (GUMBEL, DEFAULT)
 
 
 class Total:

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_gumbel.kernels.statistics import RowStatistics
+from vllm_gumbel.metrics.catalogue import DEFAULT, GUMBEL
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Step:
     watched: Watched | None = None
     given_up: npt.NDArray[np.float64] | None = None
     admitted: Sequence[Admission] = field(default_factory=tuple)
+
+    def by_arm(self) -> list[tuple[str, npt.NDArray[np.bool_]]]:
+        """Return (arm, bool [rows]: its rows) for each arm that drew any."""
+        arms = ((GUMBEL, ~self.by_stock), (DEFAULT, self.by_stock))
+        return [(arm, mine) for arm, mine in arms if mine.any()]
 
     def only(self, sent: npt.NDArray[np.bool_]) -> "Step":
         """Return the step without the rows whose token is not sent; `sent` is bool [rows].

@@ -4,8 +4,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from vllm_gumbel.metrics.catalogue import AnomalyKind
-from vllm_gumbel.metrics.series import GUMBEL, Total
+from vllm_gumbel.metrics.catalogue import GUMBEL, AnomalyKind
+from vllm_gumbel.metrics.series import Total
 from vllm_gumbel.metrics.step import Step
 
 logger = logging.getLogger("vllm.gumbel")
