@@ -151,7 +151,7 @@ class FolderCollector:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._failed = False
-        self._lock = threading.Lock()  # scrapes may come at the same time
+        self._lock = threading.Lock()  # scrapes may come at the same time, and none answers before the line is logged
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing: which metrics there are is known when a worker has written them."""
@@ -163,9 +163,9 @@ class FolderCollector:
             return list(MultiProcessCollector(None, path=str(self._folder)).collect())
         except Exception as error:  # a file cut short fails in many ways, and the scrape has other metrics to show
             with self._lock:
-                said, self._failed = self._failed, True
-            if not said:
-                logger.warning("vllm-gumbel metrics cannot be read from %s: %r", self._folder, error)
+                if not self._failed:
+                    logger.warning("vllm-gumbel metrics cannot be read from %s: %r", self._folder, error)
+                self._failed = True
             return []
 
 
