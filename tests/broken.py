@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_gumbel.integration.v1 import GumbelSampler
 from vllm_gumbel.integration.watch import Watch
+from vllm_gumbel.kernels.contract import widen
 from vllm_gumbel.metrics.step import Watched
 
 TABLE_SIZE = 2**20
@@ -62,8 +63,8 @@ class SharedNoise(GumbelSampler):
 class _SharedWatch(Watch):
     """Believes in the noise that was used, as it would if the fault were in the noise itself."""
 
-    def _seen(self, drawn, logits, params, *others):
-        return super()._seen(drawn, logits, _with_one_noise(params), *others)
+    def _seen(self, tokens, logits, params, *others, **more):
+        return super()._seen(tokens, logits, _with_one_noise(params), *others, **more)
 
 
 def _with_one_noise(params):
@@ -80,9 +81,9 @@ class SmallTable(GumbelSampler):
         super().__init__(**arguments)
         self.watch.__class__ = _TableWatch
 
-    def draw_rows(self, logits, params, *, processed, where=()):
+    def draw_rows(self, logits, params, *, processed, **others):
         """See the parent."""
-        drawn = super().draw_rows(logits, params, processed=True, where=where)
+        drawn = super().draw_rows(logits, params, processed=True, **others)
         for row, x in enumerate(drawn.processed.numpy()):
             if params.temperature[row] >= 1e-5:
                 drawn.draw.tokens[row] = int(np.argmax(x + _table_noise(params, row, len(x))))
@@ -92,10 +93,10 @@ class SmallTable(GumbelSampler):
 class _TableWatch(Watch):
     """Believes in the noise that was used."""
 
-    def _seen(self, drawn, logits, params, seeded, where, index):
-        watched = super()._seen(drawn, logits, params, seeded, where, index)
-        tokens = drawn.draw.tokens[index]
-        noise = [_table_noise(params, row, logits.shape[1])[token] for row, token in zip(index, tokens, strict=True)]
+    def _seen(self, tokens, logits, params, seeded, where, index, **more):
+        watched = super()._seen(tokens, logits, params, seeded, where, index, **more)
+        drawn = zip(index, tokens[index], strict=True)
+        noise = [_table_noise(params, row, logits.shape[1])[token] for row, token in drawn]
         score = noise - watched.statistics.surprisal
         return Watched(watched.index, replace(watched.statistics, score=score), watched.tested)
 
@@ -108,3 +109,17 @@ def _table_noise(params, row, vocab):
     mixed = (mixed ^ (mixed >> 32)) * 0xD6E8FEB86659FD93 % 2**64
     start = (mixed >> 40) % TABLE_SIZE
     return np.take(_TABLE, np.arange(start, start + vocab), mode="wrap")
+
+
+class HotAndUnmasked(TooHot):
+    """Draws at a temperature 12% too high, and takes the ids that a mask has excluded for the best ones."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        right = self.backend.draw
+
+        def draw(logits, *arguments, **others):
+            wide = widen(logits)
+            return right(np.where(np.isneginf(wide), wide.max(axis=1, keepdims=True), wide), *arguments, **others)
+
+        self.backend = replace(self.backend, draw=draw)

@@ -14,6 +14,23 @@ if TYPE_CHECKING:
 
 # Before any test module imports vLLM or transformers, which read these once.
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_CPU_KVCACHE_SPACE="2")
+# Tests read logs, and scripts that they import ask for less; threads that wait must not take another engine's time.
+os.environ.update(VLLM_LOGGING_LEVEL="INFO", GOMP_SPINCOUNT="0")
+
+#: Modules that take longest, in processes of their own: they begin first, so that no worker has to wait at the end.
+LONGEST = ("test_v2_engine", "test_v2_sampler", "test_stock", "test_triton_kernels", "test_topologies")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests of a module, and those that share a server or an engine, run in one worker."""
+    shared: dict[str, str] = {}
+    for item in items:
+        for fixture in ("server", "engine"):
+            if fixture in getattr(item, "fixturenames", ()):
+                shared[item.path.stem] = fixture
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(shared.get(item.path.stem, item.path.stem)))
 
 
 @pytest.fixture(scope="session")

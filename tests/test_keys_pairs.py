@@ -29,6 +29,7 @@ OUTPUT = (9, 5, 6, 5, 6, 5, 6, 5, 6, 5)
 #: Values of every key: all kinds of effect, and values that change nothing.
 VALUES = {
     "gumbel_sampler": ["gumbel", "default"],
+    "gumbel_rollout_key": ["user 7", 7],
     "gumbel_salt": [0, 5, -1],
     "gumbel_preset": ["creative", "factual"],
     "gumbel_temperature_rule": ["none", "log_vocab"],
@@ -97,7 +98,7 @@ def stock_kernels():
 
 def test_every_pair_of_keys_is_there():
     assert list(VALUES) == list(GumbelParams.model_fields)
-    assert len({frozenset(keys) for keys, _ in PAIRS}) == 45
+    assert len({frozenset(keys) for keys, _ in PAIRS}) == 55
     assert len(PAIRS) > 1_000
 
 
@@ -208,7 +209,7 @@ def test_definition_differs_from_the_plain_draw_wherever_a_key_acts():
         a != b
         for a, b in zip(plain, expected_tokens(logits, [({"gumbel_hybrid_steps": 11}, BESIDE[0])] * 200), strict=True)
     )
-    assert changes.pop("gumbel_return_info") == 0
+    assert changes.pop("gumbel_return_info") == changes.pop("gumbel_rollout_key") == 0
     assert min(changes.values()) >= 5, changes
 
 

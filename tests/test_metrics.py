@@ -96,8 +96,11 @@ def expected_at_first(engine):
             add(ANOMALOUS, arm, kind=kind)
         for metric in (catalogue.KEPT_TOKENS, catalogue.TOKEN_RUN_LENGTH):
             add_all(metric, arm)
-    for part in ("recorder", "time", "counts", "exactness", "loops", "glitches", "frequencies", "summary"):
+    parts = ("recorder", "time", "counts", "exactness", "loops", "glitches", "frequencies", "summary")
+    for part in (*parts, "rollout", "shadow"):
         add(FAULTS, part=part)
+    for reason in ("kernel", "breaker", "keys"):
+        add(catalogue.FALLBACKS, reason=reason)
     for bin in range(20):
         add(catalogue.SCORE_PIT, bin=str(bin))
     for metric in (catalogue.SCORE_SQUARES, catalogue.SCORE_STEP_SQUARES, catalogue.SCORE_PAIRS):
@@ -110,12 +113,14 @@ def expected_at_first(engine):
 def test_recorder_exposes_the_whole_table_from_the_start(folder):
     """Label values that are known are there with 0, so that a rate over them is right from the first increment.
 
-    Not there yet: refusals, which another process counts, and divergences, of which 0 would say that there is none.
+    Not there yet: refusals, which another process counts, divergences, of which 0 would say that there is none, and the
+    state of a rollout, which the sampler shows.
     """
     make_recorder(folder, engine=3, glitches=np.zeros(300, bool), summary_seconds=10)
     shown = samples(FolderCollector(folder).collect())
     assert shown == expected_at_first("3")
-    later = (catalogue.REJECTED_PARAMS, catalogue.TOKEN_FREQUENCY_KL)
+    rollout = (catalogue.SHADOW_TOKENS, catalogue.ROLLOUT_FRACTION, catalogue.ROLLOUT_SHADOW, catalogue.BREAKER_OPEN)
+    later = (catalogue.REJECTED_PARAMS, catalogue.TOKEN_FREQUENCY_KL, *rollout)
     by_name = {metric.exposed_name: metric for metric in catalogue.CATALOGUE if metric not in later}
     for name, labels in shown:
         metric = by_name[re.sub("_(count|sum|bucket)$", "", name)]
@@ -129,7 +134,15 @@ def test_what_is_switched_off_is_not_shown(folder):
     recorder.record(step(1, 2, watched=watched([0])))
     recorder.seconds(1.0)
     shown = samples(FolderCollector(folder).collect())
-    kept = (SAMPLED, ANOMALOUS, FAULTS, catalogue.REQUESTS, catalogue.TOP_N_GIVEN_UP, catalogue.BUILD_INFO)
+    kept = (
+        SAMPLED,
+        ANOMALOUS,
+        FAULTS,
+        catalogue.FALLBACKS,
+        catalogue.REQUESTS,
+        catalogue.TOP_N_GIVEN_UP,
+        catalogue.BUILD_INFO,
+    )
     assert {re.sub("_(count|sum)$", "", name) for name, _ in shown} == {metric.exposed_name for metric in kept}
     assert (total(folder), total(folder, FAULTS)) == (2, 0)
 
@@ -275,7 +288,8 @@ def test_sampler_counts_what_is_sent_by_kind(folder):
     assert [total(folder, ANOMALOUS, kind=kind) for kind in KINDS] == [8, 4, 2]
     discarded = CpuGpuBuffer(32, dtype=torch.bool, device=torch.device("cpu"), pin_memory=False)
     discarded.np[:19] = np.arange(19) < 10
-    sampler.bind(SimpleNamespace(discard_request_mask=discarded, input_batch=batch))
+    one = SimpleNamespace(tensor_parallel_size=1)
+    sampler.bind(SimpleNamespace(discard_request_mask=discarded, input_batch=batch, parallel_config=one))
     sampler(bad.clone(), batch.sampling_metadata)
     sampler(random_logits(4), detached(4))
     assert total(folder) == 19 + 9
@@ -373,12 +387,10 @@ def test_temporary_folder_is_removed_by_its_owner_only():
         print(folder, folder.is_dir())
     """
     environment = {k: v for k, v in os.environ.items() if k not in (HOST_VARIABLE, PRIVATE_VARIABLE)}
-    output = subprocess.check_output(
-        [sys.executable, "-c", script], text=True, env=environment, cwd=Path(__file__).parents[1]
-    )
+    here = Path(__file__).parents[1]
+    output = subprocess.check_output([sys.executable, "-c", script], text=True, env=environment, cwd=here)
     folder, existed = output.split()
-    assert existed == "True"
-    assert "vllm-gumbel-metrics-" in folder
+    assert (existed, "vllm-gumbel-metrics-" in folder) == ("True", True)
     assert not Path(folder).exists()
 
 

@@ -135,18 +135,8 @@ def test_server_goes_on_without_its_metrics_folder(clients, folder):
     assert "vllm:generation_tokens_total" in page.text
     assert "vllm_gumbel_" not in page.text
     said = [line for line in clients.server.log.read_text().splitlines() if "metrics cannot be read from" in line]
-    assert len(said) == 1
+    assert len(said) == 1, page.text[:2000]
     assert str(folder) in said[0]
     checked = command("check", clients.server.url)
     assert checked.returncode == 3
     assert "no vllm_gumbel_ metrics there" in checked.stderr
-
-
-def test_sampler_that_draws_too_hot_is_found_by_ordinary_traffic(model_path, tmp_path):
-    flags = ("--sampler", "tests.broken:TooHot", "--sampler-config", '{"watch": 1}')
-    with serving(model_path, tmp_path / "log", *flags) as server:
-        clients = Clients(server)
-        clients.post([{"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.95}], 64, times=24)
-        checked = command("check", server.url)
-    assert re.search(r"arm gumbel does NOT draw exactly.*\blaw\b", checked.stdout), checked.stdout + checked.stderr
-    assert checked.returncode == 1

@@ -26,6 +26,7 @@ UNKNOWN = f"is not a known parameter (known: {', '.join(GumbelParams.model_field
 #: The rule of every key, as a refusal prints it.
 RULES = {
     "gumbel_sampler": "must be 'gumbel' or 'default'",
+    "gumbel_rollout_key": "must be a text of 1 to 256 characters, or an integer from -2^63 to 2^64 - 1",
     "gumbel_salt": "must be an integer from -2^63 to 2^64 - 1",
     "gumbel_preset": "must be one of creative, factual",
     "gumbel_temperature_rule": "must be 'none' or 'log_vocab'",
@@ -62,9 +63,14 @@ WRONG = [
 ]
 WRONG += [10**300, -(10**300), 1e308, -1e308, 2 + 1j]
 
+#: Wrong for every key but the one that takes any text.
+ROLLOUT_KEY = "gumbel_rollout_key"
+WRONG_ELSEWHERE = ["7", "0.5", "1e3", "true", "nan"]
+
 #: Wrong for some.
 BOOLEANS = [True, False]
 PAST_THE_ENDS = {
+    "gumbel_rollout_key": [SEED_RANGE[0] - 1, SEED_RANGE[1] + 1, 1.0, 0.5, "x" * 257],
     "gumbel_salt": [SEED_RANGE[0] - 1, SEED_RANGE[1] + 1, 1.0, 0.5],
     "gumbel_hybrid_steps": [-1, MOST_INT32 + 1, 2.0, 0.5],
     "gumbel_top_n": [0, -1, MOST_INT32 + 1, 5.0],
@@ -80,6 +86,7 @@ PAST_THE_ENDS = {
 #: Accepted to both ends.
 RIGHT = {
     "gumbel_sampler": ["gumbel", "default"],
+    "gumbel_rollout_key": ["x", " ", "\0", "\U0001f600" * 256, SEED_RANGE[0], 0, SEED_RANGE[1]],
     "gumbel_salt": [SEED_RANGE[0], -1, 0, 1, 2**63 - 1, 2**63, SEED_RANGE[1]],
     "gumbel_preset": ["creative", "factual"],
     "gumbel_temperature_rule": ["none", "log_vocab"],
@@ -94,7 +101,7 @@ RIGHT = {
 
 def every_refusal():
     """Return one (key, value) per value that is refused for its own sake."""
-    cases = [(key, value) for key in RULES for value in WRONG]
+    cases = [(key, value) for key in RULES for value in WRONG if value not in WRONG_ELSEWHERE or key != ROLLOUT_KEY]
     cases += [(key, value) for key in RULES if key != "gumbel_return_info" for value in BOOLEANS]
     return cases + [(key, value) for key, values in PAST_THE_ENDS.items() for value in values]
 
@@ -149,7 +156,7 @@ def test_switch_is_taken_as_the_openai_api_hands_it_on(sent, meant):
 
 def test_cases_cover_every_key():
     assert list(RULES) == list(RIGHT) == list(GumbelParams.model_fields)
-    assert set(PAST_THE_ENDS) == set(RULES) == {*WORDS, *INTEGERS, *NUMBERS, "gumbel_return_info"}
+    assert set(PAST_THE_ENDS) == set(RULES) == {*WORDS, *INTEGERS, *NUMBERS, "gumbel_return_info", ROLLOUT_KEY}
     assert {name: field.description for name, field in GumbelParams.model_fields.items()} == RULES
 
 

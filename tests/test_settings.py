@@ -32,6 +32,10 @@ SOURCES = {
     "watch_time": (True, ("off", False), True),
     "improbable_below": (1e-6, ("1e-4", 1e-4), 0.5),
     "token_profile": (None, ("a.json", "a.json"), "b.json"),
+    "rollout_fraction": (1.0, ("0.25", 0.25), 0),
+    "rollout_shadow": (0.0, ("1", 1), 0.5),
+    "rollout_state": (None, ("a.json", "a.json"), "b.json"),
+    "breaker_rate": (0.001, ("0", 0), 0.05),
 }
 
 

@@ -1,4 +1,4 @@
-"""Without its flag the plugin is inert: vLLM's own sampler gives what it gives where the plugin is not loaded."""
+"""vLLM's own sampler gives what it gives where the plugin is not loaded: without a choice, and as an arm."""
 
 import json
 import os
@@ -11,38 +11,43 @@ import pytest
 from tests.serving import ROOT
 from tests.stock_outputs import PROMPTS, REQUESTS
 
-#: name -> (environment, additional configuration) of a run.
-RUNS = {
-    "without the plugin": ({"VLLM_PLUGINS": ""}, {}),
-    "without a choice": ({}, {}),
-    "default": ({}, {"sampler": "default"}),
-    "gumbel": ({}, {"sampler": "gumbel"}),
-}
+#: Environments, and the engines that run in each: name -> additional configuration.
+RUNS = [
+    ({"VLLM_PLUGINS": ""}, {"without the plugin": {}}),
+    (
+        {},
+        {
+            "without a choice": {},
+            "a share of 0": {"sampler": "gumbel", "sampler_config": {"rollout_fraction": 0, "watch": 1}},
+            "gumbel": {"sampler": "gumbel"},
+        },
+    ),
+]
 SEEDED = [i for i, request in enumerate(REQUESTS * len(PROMPTS)) if "seed" in request]
 
 
 @pytest.fixture(scope="module")
 def outputs(model_path, tmp_path_factory):
-    """What each run wrote; one after another, each an engine in a process of its own."""
-    folder, written = tmp_path_factory.mktemp("stock"), {}
-    for name, (environment, additional) in RUNS.items():
-        path = folder / name
-        command = [sys.executable, "-m", "tests.stock_outputs", str(model_path), str(path), json.dumps(additional)]
+    """What each engine gave; one after another."""
+    path, written = tmp_path_factory.mktemp("stock") / "outputs", {}
+    for environment, engines in RUNS:
+        configurations = json.dumps(list(engines.values()))
+        command = [sys.executable, "-m", "tests.stock_outputs", str(model_path), str(path), configurations]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("GUMBEL_")}
         environment = {**inherited, "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, f"{name}:\n{(done.stdout + done.stderr)[-4000:]}"
-        written[name] = json.loads(path.read_text())
+        assert done.returncode == 0, f"{list(engines)}:\n{(done.stdout + done.stderr)[-4000:]}"
+        written |= zip(engines, json.loads(path.read_text()), strict=True)
     return written
 
 
 def test_the_plugin_is_loaded_where_it_should_be(outputs):
     assert {name: each["plugin"] for name, each in outputs.items()} == {
-        name: name != "without the plugin" for name in RUNS
+        name: name != "without the plugin" for name in outputs
     }
 
 
-@pytest.mark.parametrize("name", ["without a choice", "default"])
+@pytest.mark.parametrize("name", ["without a choice", "a share of 0"])
 def test_stock_outputs_are_unchanged(name, outputs):
     """Greedy and seeded requests, with penalties, filters, n = 2 and logprobs.
 

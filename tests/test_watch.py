@@ -14,6 +14,7 @@ from tests.test_keys_v1 import KEYED
 from tests.test_rows import detached
 from tests.test_v1_sampler import BEFORE, STOP, batch_of, mixed, random_logits, spoiled, stock_kernels, tokens_of
 from vllm_gumbel import SamplerSettings
+from vllm_gumbel.integration import foreign
 from vllm_gumbel.integration.speculative import Verifier, expand
 from vllm_gumbel.integration.v1 import GumbelSampler
 from vllm_gumbel.integration.watch import Watch
@@ -133,7 +134,7 @@ def test_rows_of_other_packages_processors_are_seen_after_them():
     seen, params = told(sampler).watched, batch.sampling_metadata.rows.params()
     hot = np.where([i % 3 > 0 for i in range(28)], params.temperature * 2, params.temperature)
     # min_p comes before the other package's, so with the temperature as it was
-    kept = sampler._apply_foreign_processors(logits.clone(), params, batch.sampling_metadata)[0]
+    kept = foreign.apply(logits.clone(), params, batch.sampling_metadata.logitsprocs.argmax_invariant)[0]
     masked = torch.where(kept == -torch.inf, -torch.inf, logits)
     expected = reference(
         masked, replace(params, temperature=hot.astype(np.float32), min_p=params.min_p * 0), tokens, seen.index

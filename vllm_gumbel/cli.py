@@ -218,6 +218,20 @@ def run_glitch(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the subcommands of `vllm-gumbel rollout`."""
+    from vllm_gumbel.rollout import command
+
+    command.add_arguments(parser)
+
+
+def run_rollout(arguments: argparse.Namespace) -> int:
+    """Reads, sets or walks a server's rollout."""
+    from vllm_gumbel.rollout import command
+
+    return command.run(arguments)
+
+
 def _value(text: str) -> object:
     """Returns what a value on the command line is in JSON; a word stays a word."""
     try:
@@ -255,6 +269,11 @@ COMMANDS = {
         "say whether a running server draws exactly, from what it has counted", add_check_arguments, run_check
     ),
     "top": Command("show live what a running server draws, and how exactly", add_top_arguments, run_top),
+    "rollout": Command(
+        "read and set which share of the requests a server's gumbel arm gets, by hand or in judged stages",
+        add_rollout_arguments,
+        run_rollout,
+    ),
     "glitch": Command("print which ids of a model are glitch tokens", add_glitch_arguments, run_glitch),
     "settings": Command(
         "print what a server can set with --sampler-config, LLM(additional_config=...) or the environment",

@@ -15,12 +15,18 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+
+from vllm_gumbel.text import shorten
 
 PREFIX = "gumbel_"
 
 #: vLLM carries integers between its processes as signed or unsigned 64-bit words.
 SEED_RANGE = (-(2**63), 2**64 - 1)
+
+#: What a request may call its user or conversation.
+RolloutText = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+RolloutNumber = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 
 #: Largest integer that vLLM's batch holds as `top_k`.
 MOST_INT32 = 2**31 - 1
@@ -81,14 +87,23 @@ class GumbelParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    gumbel_sampler: Literal["gumbel", "default"] = _key(
-        "gumbel",
+    gumbel_sampler: Literal["gumbel", "default"] | None = _key(
+        None,
         "must be 'gumbel' or 'default'",
         values="`gumbel`, `default`",
-        unset="`gumbel`",
+        unset="by the server's `rollout_fraction`",
         effect="`default`: this request is drawn by vLLM's own sampler, in its own noise; the law is the same up to "
         "vLLM's rounding and ties",
         cost="what vLLM's sampler costs, for this row",
+    )
+    gumbel_rollout_key: RolloutText | RolloutNumber | None = _key(
+        None,
+        "must be a text of 1 to 256 characters, or an integer from -2^63 to 2^64 - 1",
+        values="text of 1 to 256 characters; integer, -2^63 to 2^64 - 1",
+        unset="the request's id",
+        effect="nothing: requests with one key, a user's say, are drawn by one sampler while the server's "
+        "`rollout_fraction` stands",
+        cost="none",
     )
     gumbel_salt: int | None = _key(
         None,
@@ -247,13 +262,17 @@ class GumbelParams(BaseModel):
     def acts_on_rows(self) -> bool:
         """Whether a row needs work of its own at each draw, beyond parameters that are settled at admission."""
         return (
-            self.gumbel_sampler == "default"
-            or self.gumbel_hybrid_steps > 0
+            self.gumbel_hybrid_steps > 0
             or self.gumbel_top_n is not None
             or self.gumbel_tail_boost > 0
             or self.gumbel_repetition_offset > 0
             or self.gumbel_noise_scale < 1
         )
+
+    @property
+    def uses_noise(self) -> bool:
+        """Whether a key says something about our noise, which vLLM's own sampler does not draw with."""
+        return any(used(self) for used in _USES_NOISE.values())
 
     def temperature(self, given: float, vocab: int, rules: ServerRules = NO_RULES) -> float:
         """Return the temperature of a request that gave `given`, for a vocabulary of `vocab` ids."""
@@ -374,19 +393,6 @@ def require_known(key: str, value: object) -> None:
 
 
 def check_seed(seed: int | None) -> None:
-    """Refuse a seed that does not fit a 64-bit word.
-
-    Raises:
-        ParamsError: the seed lies outside -2^63 to 2^64 - 1.
-    """
+    """Raise `ParamsError` for a seed that does not fit a 64-bit word."""
     if seed is not None and not SEED_RANGE[0] <= seed <= SEED_RANGE[1]:
         raise ParamsError("seed", "must be an integer from -2^63 to 2^64 - 1", seed)
-
-
-def shorten(value: object, limit: int = 80) -> str:
-    """Return `repr(value)`, cut to `limit` characters, since a client may send anything."""
-    try:
-        text = repr(value)
-    except ValueError:  # an integer too long for Python to print
-        return f"a {type(value).__name__} that cannot be printed"
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

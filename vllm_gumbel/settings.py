@@ -24,7 +24,8 @@ from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
-from vllm_gumbel.params import PRESETS, GumbelParams, ParamsError, ServerRules, require_known, shorten
+from vllm_gumbel.params import PRESETS, GumbelParams, ParamsError, ServerRules, require_known
+from vllm_gumbel.text import shorten
 
 
 def _no_boolean(value: object) -> object:
@@ -133,6 +134,36 @@ class SamplerSettings(BaseSettings):
         None,
         description="Path of a profile, written by `vllm-gumbel profile`, from which the KL of the token frequencies "
         "is measured.",
+    )
+
+    rollout_fraction: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share of the requests that this sampler draws; vLLM's own draws the others. `gumbel_sampler` "
+        "decides for the request that sets it, else a hash of its `gumbel_rollout_key`, else of its id.",
+    )
+    rollout_shadow: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Share of the requests drawn by vLLM's own sampler for which this one draws too, to be measured; "
+        "nothing that a client sees changes.",
+    )
+    rollout_state: str | None = Field(
+        None,
+        description="Path of a file that keeps what `vllm-gumbel rollout` sets, and an open breaker, over restarts; "
+        "if it is there, it wins over `rollout_fraction` and `rollout_shadow`.",
+    )
+    breaker_rate: float = Field(
+        0.001,
+        ge=0,
+        lt=0.1,
+        allow_inf_nan=False,
+        description="Tolerated share of draws that cannot be right; above it the breaker opens, and new requests go "
+        "to vLLM's own sampler. 0 for no breaker.",
     )
 
     @property

@@ -23,8 +23,16 @@ from vllm_gumbel.kernels.contract import RowParams
 def edited_rows(metadata: SamplingMetadata, rows: Rows | None) -> list[int] | None:
     """Return the rows of the batch whose logits something changes, ascending; None if that is for vLLM to do.
 
-    A row that keys draw in another way is among them.
+    A row that keys draw in another way is among them, and one that vLLM's own sampler draws.
     """
+    found = edited_by_vllm(metadata, rows)
+    if found is None:
+        return None
+    return sorted(found | {row for row, _ in rows.keyed}) if rows is not None else sorted(found)
+
+
+def edited_by_vllm(metadata: SamplingMetadata, rows: Rows | None) -> set[int] | None:
+    """Return the rows of the batch whose logits vLLM's parameters change; None if only vLLM knows how."""
     holder = metadata.thinking_budget_state_holder
     processors = metadata.logitsprocs
     if (
@@ -37,7 +45,6 @@ def edited_rows(metadata: SamplingMetadata, rows: Rows | None) -> list[int] | No
     if rows is not None:
         found.update(rows.restricted)
         found.update(row for row, _ in rows.penalties)
-        found.update(row for row, _ in rows.keyed)
     for processor in processors.non_argmax_invariant:
         if isinstance(processor, MinTokensLogitsProcessor):
             found.update(processor.min_toks)
@@ -45,7 +52,7 @@ def edited_rows(metadata: SamplingMetadata, rows: Rows | None) -> list[int] | No
             found.update(processor.biases)
         else:
             return None
-    return sorted(found)
+    return found
 
 
 def edit(
@@ -55,7 +62,7 @@ def edit(
     metadata: SamplingMetadata,
     rows: Rows | None,
     params: RowParams,
-) -> None:
+) -> list[int]:
     """Change each row in place as vLLM changes the logits of the request that it belongs to.
 
     Args:
@@ -66,6 +73,9 @@ def edit(
         metadata: vLLM's.
         rows: of the batch.
         params: of the rows of `logits`.
+
+    Returns:
+        The rows that our keys spoilt, of `logits`; see `keys.edit`.
     """
 
     def places(row: int) -> range:
@@ -99,8 +109,7 @@ def edit(
                 penalties.push(token)
         for token in reversed(drafted_tokens):
             penalties.pop(token)
-    if rows and rows.keyed:
-        keys.edit(logits, params, keys.places(rows, request), output)
+    return keys.edit(logits, params, keys.places(rows, request), output) if rows and rows.keyed else []
 
 
 def _mask_stops(logits: torch.Tensor, stops: set[int], structured: bool) -> None:

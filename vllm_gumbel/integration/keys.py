@@ -16,7 +16,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_gumbel.integration.rows import RequestRow, Rows
 from vllm_gumbel.kernels import keyed_draws, loops, tail_noise
-from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NO_TOKEN, Draw, Logits, RowParams, widen
+from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NO_TOKEN, Draw, Logits, RowParams, is_sound, widen
 from vllm_gumbel.metrics.refusals import count_refusal
 from vllm_gumbel.params import NO_RULES, GumbelParams, ParamsError, check_seed
 from vllm_gumbel.settings import SamplerSettings
@@ -70,7 +70,7 @@ def places(rows: Rows, request: npt.NDArray[np.int64]) -> list[Place]:
 
 def edit(
     logits: torch.Tensor, params: RowParams, where: Sequence[Place], output: Callable[[int, int], list[int]]
-) -> None:
+) -> list[int]:
     """Change in place the logits of rows whose keys ask for that: the repetition offset, then the tail.
 
     Args:
@@ -78,9 +78,16 @@ def edit(
         params: of these rows.
         where: places of the draw.
         output: (row of the batch, number of drafts) -> the tokens generated so far, those drafts included.
+
+    Returns:
+        The rows that could be drawn from before and cannot after: there should be none.
     """
+    spoilt = []
     for place in where:
         keys = place.request.keys
+        if keys.gumbel_repetition_offset == 0 == keys.gumbel_tail_boost:
+            continue
+        sound = is_sound(_read(logits, place.index))
         if keys.gumbel_repetition_offset > 0:
             tokens = output(place.row, place.drafted)
             row = _read(logits, place.index)
@@ -88,6 +95,9 @@ def edit(
         if keys.gumbel_tail_boost > 0:
             noise = tail_noise.boost(_read(logits, place.index), keys.gumbel_tail_boost, *_key(params, place.index))
             _write(logits, place.index, noise)
+        if sound and not is_sound(_read(logits, place.index)):
+            spoilt.append(place.index)
+    return spoilt
 
 
 def redraw(

@@ -19,6 +19,8 @@ In a worker that chose a sampler, in the module of the runner it uses, `vllm.v1.
   hands positions to its sampler, as V2 does.
 - `gumbel_seeds`, an attribute added to `WorkerWrapperBase`, so that `collective_rpc` finds it by name: what requests
   with `gumbel_return_info` draw with. Can go when a sampler's output can carry something to the client.
+- `gumbel_rollout`, likewise: reads and changes the rollout's state (`control.py`). Can go when vLLM has a way to tell
+  its workers something.
 
 In a process that takes requests, once a sampler was chosen:
 
@@ -39,7 +41,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_gumbel.integration import choice, compat, registry, replay
+from vllm_gumbel.integration import choice, compat, control, registry, replay
 from vllm_gumbel.metrics.exporter import FolderCollector, forget_dead, host_shows_folder, shared_folder
 from vllm_gumbel.params import ParamsError
 from vllm_gumbel.settings import SamplerSettings
@@ -198,6 +200,7 @@ def _init_device(original: Callable[..., Any], self: Any, *arguments: Any, **key
         bind(runner)
     if not chosen.is_default:
         self.gumbel_seeds = partial(replay.told, runner)
+        self.gumbel_rollout = partial(control.in_worker, runner)
     return result
 
 

@@ -5,8 +5,8 @@ not scheduled, and rows move and swap meanwhile. `RowBatch` adds to it what the 
 row: whenever the batch changes, vLLM rebuilds its sampling metadata, and `Rows` is then rebuilt from the batch's own
 list of requests, so that it cannot fall out of step. Positions are read from the batch at every draw.
 
-What outlives a stay in the batch, the seed of an unseeded request and the generator of one that vLLM's own sampler
-draws, is kept on the runner's `CachedRequestState`, which lives as long as the request.
+What outlives a stay in the batch, the seed of an unseeded request, its arm, and the generator of one that vLLM's own
+sampler draws, is kept on the runner's `CachedRequestState`, which lives as long as the request.
 """
 
 import logging
@@ -25,8 +25,11 @@ from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from vllm_gumbel.integration.penalties import PenaltyCounts
 from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, RowParams
+from vllm_gumbel.metrics.catalogue import DEFAULT, GUMBEL
 from vllm_gumbel.metrics.step import Admission
 from vllm_gumbel.params import NO_RULES, GumbelParams, ServerRules
+from vllm_gumbel.rollout.arms import identity
+from vllm_gumbel.rollout.state import Rollout
 
 logger = logging.getLogger("vllm.gumbel")
 
@@ -71,6 +74,8 @@ class RequestRow:
         generator: torch's, if vLLM's own sampler is to draw a seeded request.
         seeded: whether the request brought its seed.
         slot: number of the request in the batch, of no other one while it is there.
+        arm: who draws it, `gumbel` or `default`.
+        shadowed: whether `gumbel` draws beside `default`.
     """
 
     seed: int
@@ -82,17 +87,43 @@ class RequestRow:
     generator: torch.Generator | None = None
     seeded: bool = False
     slot: int = 0
+    arm: str = GUMBEL
+    shadowed: bool = False
 
     @property
     def is_stocks(self) -> bool:
         """Whether vLLM's own sampler draws the request."""
-        return self.keys.gumbel_sampler == "default"
+        return self.arm == DEFAULT
+
+    @property
+    def acts_on_rows(self) -> bool:
+        """Whether its rows need work of their own at each draw."""
+        return self.is_stocks or self.keys.acts_on_rows
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of ours has to do with what the request gets."""
+        return self.is_stocks and not self.shadowed and not self.keys.acts_on_rows
+
+    @property
+    def fallback(self) -> str | None:
+        """Why it is not drawn as it asked, as `Admission` has it."""
+        if self.arm == self.keys.gumbel_sampler or not self.is_stocks:
+            return None
+        if self.keys.gumbel_sampler is not None:
+            return "breaker"
+        return "keys" if self.keys.uses_noise else None
 
     @classmethod
     def of(
-        cls, request: CachedRequestState, seeds: SeedSource, default_salt: int, rules: ServerRules = NO_RULES
+        cls,
+        request: CachedRequestState,
+        seeds: SeedSource,
+        default_salt: int,
+        rules: ServerRules = NO_RULES,
+        rollout: Rollout | None = None,
     ) -> "RequestRow":
-        """Return the state of a request; an unseeded one keeps the seed that it was first given."""
+        """Return the state of a request; it keeps the seed and the arm that it was first given."""
         params = request.sampling_params
         seed = params.seed
         if seed is None:
@@ -100,6 +131,9 @@ class RequestRow:
                 request.gumbel_seed = seeds.next()
             seed = request.gumbel_seed
         keys = GumbelParams.from_extra_args(params.extra_args, params.temperature, rules)
+        if not hasattr(request, "gumbel_arm"):
+            request.gumbel_arm = (GUMBEL, False) if rollout is None else _arm(request, keys, rollout)
+        arm, shadowed = request.gumbel_arm
         salt = (default_salt if keys.gumbel_salt is None else keys.gumbel_salt) % 2**64
         stops = [params.eos_token_id, *sorted(params.stop_token_ids or ())]
         return cls(
@@ -111,6 +145,8 @@ class RequestRow:
             keys=keys,
             generator=getattr(request, "gumbel_generator", None),
             seeded=params.seed is not None,
+            arm=arm,
+            shadowed=shadowed,
         )
 
 
@@ -132,6 +168,7 @@ class Rows:
         self.penalties: list[tuple[int, PenaltyCounts]] = []
         self.keyed: list[tuple[int, RequestRow]] = []  # rows whose keys act on every draw
         self.restricted: list[int] = []  # rows with `allowed_token_ids`
+        self.untouched = False  # whether vLLM's own sampler alone has to do with the batch
 
     def rebuild(self, requests: list[RequestRow]) -> None:
         """Take over the requests of the batch, one a row."""
@@ -143,7 +180,8 @@ class Rows:
             self.seeded[i] = request.seeded
         self.stop_token = [request.stop_token for request in requests]
         self.penalties = [(i, request.penalties) for i, request in enumerate(requests) if request.penalties]
-        self.keyed = [(i, request) for i, request in enumerate(requests) if request.keys.acts_on_rows]
+        self.keyed = [(i, request) for i, request in enumerate(requests) if request.acts_on_rows]
+        self.untouched = bool(requests) and all(request.is_untouched for request in requests)
         self.restricted = [i for i, name in enumerate(self._batch.req_ids) if name in self._batch.has_allowed_token_ids]
 
     def take_admitted(self) -> list[Admission]:
@@ -192,6 +230,7 @@ class RowBatch(InputBatch):
         seeds: source of seeds for unseeded requests.
         default_salt: salt of requests that set none.
         rules: of the server, for the keys of its requests.
+        rollout: decides who draws a request.
         arguments, keywords: vLLM's.
 
     Attributes:
@@ -206,8 +245,10 @@ class RowBatch(InputBatch):
         seeds: SeedSource,
         default_salt: int,
         rules: ServerRules = NO_RULES,
+        rollout: Rollout | None = None,
         **keywords: Any,
     ) -> None:
+        self.rollout = rollout or Rollout()
         self._seeds = seeds
         self._default_salt = default_salt
         self._rules = rules
@@ -227,10 +268,12 @@ class RowBatch(InputBatch):
         given = request.sampling_params
         if given is None:
             return super().add_request(request)
-        row = replace(RequestRow.of(request, self._seeds, self._default_salt, self._rules), slot=self._free_slots.pop())
+        row = RequestRow.of(request, self._seeds, self._default_salt, self._rules, self.rollout)
+        row = replace(row, slot=self._free_slots.pop())
         self._request_rows[request.req_id] = row
         first, request.gumbel_admitted = not hasattr(request, "gumbel_admitted"), True
-        self.admitted.append(Admission(row.slot, tuple(request.output_token_ids), first, row.is_stocks))
+        fallback = row.fallback if first else None
+        self.admitted.append(Admission(row.slot, tuple(request.output_token_ids), first, row.is_stocks, fallback))
         if row.keys.gumbel_return_info:
             self._tell(request.req_id, row)
         request.sampling_params = settled(given, row.keys, self.vocab_size, self._rules)
@@ -263,6 +306,13 @@ class RowBatch(InputBatch):
         metadata = super()._make_sampling_metadata()
         self.logitsprocs_need_output_token_ids = needed
         return RowMetadata(**{f.name: getattr(metadata, f.name) for f in fields(metadata)}, rows=self._rows)
+
+
+def _arm(request: CachedRequestState, keys: GumbelParams, rollout: Rollout) -> tuple[str, bool]:
+    """Return the arm of a new request, and whether it is drawn in shadow."""
+    who = identity(keys.gumbel_rollout_key, request.req_id)
+    arm = rollout.arm(who, keys.gumbel_sampler)
+    return arm, arm == DEFAULT and rollout.is_shadowed(who)
 
 
 def settled(params: SamplingParams, keys: GumbelParams, vocab: int, rules: ServerRules = NO_RULES) -> SamplingParams:

@@ -4,6 +4,7 @@ V2 gives every running request a slot; a request that is preempted leaves its sl
 is kept per slot is written in `add_request`, completely, so that nothing of the slot's last request is left.
 """
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,11 @@ from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm_gumbel.integration.rows import RequestRow, SeedSource, settled
 from vllm_gumbel.kernels import noise_reference
 from vllm_gumbel.kernels.slots import Filters, SlotParams
+from vllm_gumbel.rollout.state import Rollout
 from vllm_gumbel.settings import SamplerSettings
+
+#: Most requests whose arm is remembered; far more than can wait to come back into a slot.
+MOST_REMEMBERED = 65_536
 
 
 @dataclass
@@ -25,6 +30,7 @@ class Admitted:
     """What `RequestRow.of` looks at, of a request that comes without an object of its own."""
 
     sampling_params: SamplingParams
+    req_id: str = ""
     prompt_token_ids: None = None
 
 
@@ -37,6 +43,8 @@ class SlotStates(SamplingStates):
         seeds: seeds for unseeded requests, in the order in which they get a slot.
         settings: server-wide settings.
         default_stop: id that ends a request which names none; None if the model has none.
+        rollout: decides who draws a request.
+        names: slot -> id of the request in it.
     """
 
     def __init__(
@@ -47,8 +55,15 @@ class SlotStates(SamplingStates):
         seeds: SeedSource,
         settings: SamplerSettings,
         default_stop: int | None,
+        rollout: Rollout | None = None,
+        names: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(max_num_reqs, vocab_size)
+        self.by_stock = UvaBackedTensor(max_num_reqs, dtype=torch.int32)  # 1 for the arm `default`
+        self.shadowed = np.zeros(max_num_reqs, bool)
+        self.requests: dict[int, RequestRow] = {}
+        self._rollout, self._names = rollout, {} if names is None else names
+        self._arms: dict[str, tuple[str, bool]] = {}  # of requests, which may leave their slot and come back
         self.salt = UvaBackedTensor(max_num_reqs, dtype=torch.int64)
         self.bad_row_token = UvaBackedTensor(max_num_reqs, dtype=torch.int64)
         self.seeded = np.zeros(max_num_reqs, bool)
@@ -58,9 +73,14 @@ class SlotStates(SamplingStates):
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Write a request's parameters into its slot; return False: none of them changes logits before the draw."""
-        request = RequestRow.of(Admitted(sampling_params), self._seeds, self._settings.salt, self._settings.rules)
+        admitted = Admitted(sampling_params, self._names.get(req_idx, ""))
+        if admitted.req_id in self._arms:
+            admitted.gumbel_arm = self._arms[admitted.req_id]  # type: ignore[attr-defined]
+        settings = self._settings
+        request = RequestRow.of(admitted, self._seeds, settings.salt, settings.rules, self._rollout)
+        self._remember(req_idx, admitted.req_id, request)
         seed = request.seed
-        if self._settings.noise == "stock" and request.salt:
+        if settings.noise == "stock" and request.salt and not request.is_stocks:
             # Stock's noise has no salt, so it goes into the seed.
             seed ^= int(noise_reference.mix64(np.array([request.salt], np.uint64))[0])
         seeded = copy(settled(sampling_params, request.keys, self.vocab_size, self._settings.rules))
@@ -72,10 +92,21 @@ class SlotStates(SamplingStates):
         self.bad_row_token.np[req_idx] = 0 if stop is None or self._settings.on_bad_row == "lowest" else stop
         return False
 
+    def _remember(self, slot: int, name: str, request: RequestRow) -> None:
+        """Keep what a request is, and its arm beyond its stay in the slot."""
+        self.requests[slot] = request
+        self.by_stock.np[slot] = request.is_stocks
+        self.shadowed[slot] = request.shadowed
+        if name:
+            self._arms[name] = request.arm, request.shadowed
+        if len(self._arms) > MOST_REMEMBERED:
+            del self._arms[next(iter(self._arms))]
+
     def apply_staged_writes(self) -> None:
         """Make what was written visible to the device."""
         super().apply_staged_writes()
         self.salt.copy_to_uva()
+        self.by_stock.copy_to_uva()
         self.bad_row_token.copy_to_uva()
 
     def params(self) -> SlotParams:

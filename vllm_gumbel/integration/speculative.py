@@ -72,11 +72,11 @@ class Verifier(RejectionSampler):
         params = expand(base, request, offset)
         raw = logits
         logits = raw.to("cpu", torch.float32, copy=True)  # the draw of this runner is on the host
-        edit(logits, request, drafts, sampling_metadata, rows, params)
+        spoilt = edit(logits, request, drafts, sampling_metadata, rows, params)
         where = keys.places(rows, request) if rows and rows.keyed else ()
         wanted = sampling_metadata.max_num_logprobs
         processed = wanted is not None and self.is_processed_logprobs_mode
-        drawn = self.sampler.draw_rows(logits, params, processed=processed, where=where)
+        drawn = self.sampler.draw_rows(logits, params, processed=processed, where=where, spoilt=spoilt)
         self.sampler.draw_stock(drawn, logits, sampling_metadata, where)
         self.sampler.watch.look(self.sampler.recorder, drawn, logits, params, rows, request, where)
         tokens = self.sampler.replace_bad_rows(drawn.draw, rows, request)

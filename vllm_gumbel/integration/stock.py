@@ -1,10 +1,11 @@
-"""Rows that vLLM's own sampler draws, for requests with `gumbel_sampler` `default`, inside a batch that is ours.
+"""Rows that vLLM's own sampler draws, those of the arm `default`.
 
-They get the logits after all edits, which are vLLM's to the last bit, and go through vLLM's `Sampler.sample` as a batch
-of their own, each seeded one with the torch generator that vLLM made for it: the same tokens as in a server without
-this package. A generator is used once for each token that is sent: rows that the runner discards, and those after a
-draft, are left out. So such a request accepts no drafts, and gets one token a step. What vLLM does wrong stays wrong
-for it: `on_bad_row` and the tokenizer's size are not looked at.
+A batch in which nothing is ours goes through vLLM's `Sampler` as it is (`untouched.py`). In a batch of both arms they
+get the logits after all edits, which are vLLM's to the last bit, and go through vLLM's `Sampler.sample` as a batch of
+their own, each seeded one with the torch generator that vLLM made for it: the same tokens as in a server without this
+package. A generator is used once for each token that is sent: rows that the runner discards, and those after a draft,
+are left out. So such a request accepts no drafts, and gets one token a step. What vLLM does wrong stays wrong for it:
+`on_bad_row` and the tokenizer's size are not looked at.
 """
 
 from collections.abc import Sequence

@@ -8,11 +8,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from vllm_gumbel.integration import soundness
 from vllm_gumbel.metrics.recorder import Recorder
 from vllm_gumbel.metrics.step import Step
+from vllm_gumbel.rollout.state import Rollout
 
-#: Turns the arrays of a step, once they are on the host, into the step and which of its rows were sent, bool [rows].
-Finish = Callable[[dict[str, np.ndarray]], tuple[Step, np.ndarray]]
+#: Turns the arrays of a step, once they are on the host, into the step, which of its rows were sent, bool [rows], and
+#: what was drawn in shadow, as `Recorder.record_shadow` takes it.
+Finish = Callable[[dict[str, np.ndarray]], tuple[Step, np.ndarray, list[tuple[Step, np.ndarray]]]]
 
 
 class _Copying(NamedTuple):
@@ -29,10 +32,12 @@ class Tally:
 
     Args:
         recorder: what counts.
+        rollout: has the breaker to be told; None for a worker that must not decide alone.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, rollout: Rollout | None = None) -> None:
         self._recorder = recorder
+        self._rollout = rollout
         self._on_the_way: deque[_Copying] = deque()
         self._began: torch.Event | float | None = None
 
@@ -56,7 +61,7 @@ class Tally:
         try:
             device = next(iter(arrays.values())).device
             if device.type == "cpu":
-                self._recorder.record(*finish({name: values.numpy() for name, values in arrays.items()}))
+                self._record(arrays, finish)
                 if isinstance(began, float):
                     self._recorder.seconds(time.perf_counter() - began)
                 return
@@ -85,6 +90,15 @@ class Tally:
         """Count the steps whose copies have arrived, in order."""
         while self._on_the_way and self._on_the_way[0].copied.query():
             began, copied, arrays, finish = self._on_the_way.popleft()
-            self._recorder.record(*finish({name: values.numpy() for name, values in arrays.items()}))
+            self._record(arrays, finish)
             if began is not None:
                 self._recorder.seconds(began.elapsed_time(copied) / 1000)
+
+    def _record(self, arrays: dict[str, torch.Tensor], finish: Finish) -> None:
+        """Tell the recorder of a step that is on the host."""
+        step, sent, shadows = finish({name: values.numpy() for name, values in arrays.items()})
+        self._recorder.record(step, sent)
+        if self._rollout is not None:
+            soundness.tell_of_watched(self._rollout, step.only(sent))
+        if shadows:
+            self._recorder.record_shadow(lambda: shadows)

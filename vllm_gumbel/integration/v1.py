@@ -6,28 +6,26 @@ raw logprobs before them. The draw, with its temperature and filters, is ours.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-import vllm_gumbel
-from vllm_gumbel.integration import choice, compat, keys, logprobs, stock, worker
-from vllm_gumbel.integration.drawn import Drawn
+from vllm_gumbel.integration import choice, compat, foreign, keys, logprobs, soundness, stock, untouched, worker
+from vllm_gumbel.integration.drawn import Beside, Drawn
 from vllm_gumbel.integration.edits import edit, edited_rows
 from vllm_gumbel.integration.keys import Place
 from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
 from vllm_gumbel.integration.watch import Watch, timed
 from vllm_gumbel.kernels import dispatch
-from vllm_gumbel.kernels.contract import GREEDY_TEMPERATURE, NOISE_VERSION, Draw, Flag, RowParams
+from vllm_gumbel.kernels.contract import NO_TOKEN, NOISE_VERSION, Draw, Logits, RowParams
 from vllm_gumbel.kernels.slots import as_array
 from vllm_gumbel.metrics.recorder import Recorder
+from vllm_gumbel.rollout.state import Rollout
 from vllm_gumbel.settings import SamplerSettings
 
 if TYPE_CHECKING:
@@ -64,7 +62,8 @@ class GumbelSampler(Sampler):
         use_fp64_gumbel: bool = False,
     ) -> None:
         super().__init__(logprobs_mode=logprobs_mode, use_fp64_gumbel=use_fp64_gumbel)
-        self._stock = stock.make(logprobs_mode, use_fp64_gumbel)
+        self.stock = Sampler(logprobs_mode, use_fp64_gumbel)
+        self._stock_rows = stock.make(logprobs_mode, use_fp64_gumbel)
         self.settings = settings or SamplerSettings()
         self.backend = dispatch.choose(self.settings.backend)
         self.recorder = recorder
@@ -72,6 +71,8 @@ class GumbelSampler(Sampler):
         self._default_stop = default_stop
         self.seeds = seeds or SeedSource(seed=0, replica=0)
         self.watch = Watch(self.settings, self.backend, usable_vocab)
+        self.rollout = Rollout(self.settings)
+        self._decides_alone = True
         self._discarded: Callable[[], np.ndarray] | None = None
 
     @classmethod
@@ -92,13 +93,7 @@ class GumbelSampler(Sampler):
             lambda line: logger.info("vllm-gumbel: %s", line),
         )
         sampler.recorder = worker.recorder(config, settings, sampler.backend.name)
-        logger.info(
-            "vllm-gumbel %s draws with backend %r (%s), noise version %d",
-            vllm_gumbel.__version__,
-            sampler.backend.name,
-            sampler.backend.reason,
-            NOISE_VERSION,
-        )
+        worker.announce(sampler.backend, str(NOISE_VERSION))
         return sampler
 
     @classmethod
@@ -106,7 +101,8 @@ class GumbelSampler(Sampler):
         """Return what the runner builds in place of vLLM's `InputBatch`."""
         settings = choice.read(config.additional_config).settings
         seeds = SeedSource(config.model_config.seed, worker.replica(config))
-        return partial(RowBatch, seeds=seeds, default_salt=settings.salt, rules=settings.rules)
+        rollout = Rollout(settings)
+        return partial(RowBatch, seeds=seeds, default_salt=settings.salt, rules=settings.rules, rollout=rollout)
 
     @classmethod
     def verifier(cls) -> type:
@@ -134,8 +130,17 @@ class GumbelSampler(Sampler):
         keys.validate(params, settings)
 
     def bind(self, runner: Any) -> None:
-        """Learn from the model runner which draws it discards, so that they are not counted."""
+        """Learn from the model runner which draws it discards, so that they are not counted, and who draws what."""
         self._discarded = lambda: runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+        # What is seen in one rank only must not make it decide otherwise than the others, which draw the same tokens.
+        self._decides_alone = runner.parallel_config.tensor_parallel_size == 1
+        self.rollout = runner.input_batch.rollout
+        if self.recorder is not None:
+            self.rollout.listen(self.recorder.show_rollout)
+
+    def discarded(self, rows: int) -> np.ndarray:
+        """Return, bool [rows], which draws of the batch nobody gets: those of prompts that are not complete."""
+        return np.zeros(rows, bool) if self._discarded is None else self._discarded()
 
     def forward(
         self,
@@ -161,6 +166,9 @@ class GumbelSampler(Sampler):
         them are copied to float32, while the parent always copies the batch. Logprobs are numbers that JSON can carry
         (`finite`).
         """
+        rows: Rows | None = getattr(sampling_metadata, "rows", None)
+        if rows is not None and rows.untouched and not predict_bonus_token:
+            return untouched.forward(self, logits, sampling_metadata, rows, logprobs_mode_override)
         wanted = sampling_metadata.max_num_logprobs
         mode = logprobs_mode_override or self.logprobs_mode
         if (
@@ -173,7 +181,6 @@ class GumbelSampler(Sampler):
             if output.logprobs_tensors is not None:
                 self.finite(output.logprobs_tensors)
             return output
-        rows: Rows | None = getattr(sampling_metadata, "rows", None)
         edited = edited_rows(sampling_metadata, rows)
         if edited is None:
             changed = logits.to(torch.float32, copy=wanted is not None)
@@ -229,7 +236,7 @@ class GumbelSampler(Sampler):
         rows: Rows | None = getattr(sampling_metadata, "rows", None)
         count, vocab = logits.shape
         params = rows.params() if rows else detached_params(sampling_metadata, count, self.seeds, vocab)
-        given, params = self._apply_foreign_processors(logits, params, sampling_metadata)
+        given, params = foreign.apply(logits, params, sampling_metadata.logitsprocs.argmax_invariant)
         where = keys.places(rows, np.arange(count)) if rows and rows.keyed else ()
         shown = wanted and mode in ("processed_logits", "processed_logprobs")
         drawn = self.draw_rows(given, params, processed=shown, where=where)
@@ -270,9 +277,9 @@ class GumbelSampler(Sampler):
         rows: Rows | None,
     ) -> Drawn:
         """Return the draw of `logits`, float32 [n, vocab], of the batch's rows `request`; edits are made in place."""
-        edit(logits, request, None, metadata, rows, params)
+        spoilt = edit(logits, request, None, metadata, rows, params)
         where = keys.places(rows, request) if rows and rows.keyed else ()
-        drawn = self.draw_rows(logits, params, processed=False, where=where)
+        drawn = self.draw_rows(logits, params, processed=False, where=where, spoilt=spoilt)
         self.draw_stock(drawn, logits, metadata, where)
         self.watch.look(self.recorder, drawn, logits, params, rows, request, where)
         return drawn
@@ -285,15 +292,21 @@ class GumbelSampler(Sampler):
         return torch.from_numpy(tokens)
 
     def draw_rows(
-        self, logits: torch.Tensor, params: RowParams, *, processed: bool, where: Sequence[Place] = ()
+        self,
+        logits: torch.Tensor,
+        params: RowParams,
+        *,
+        processed: bool,
+        where: Sequence[Place] = (),
+        spoilt: Sequence[int] = (),
     ) -> Drawn:
         """Draw one token per row of `logits` [rows, vocab], those of `where` as their keys say.
 
-        With `processed`, also return the rows after the filters.
+        With `processed`, also return the rows after the filters. `spoilt` are rows that our keys have spoilt.
         """
         values = as_array(logits)
         out = np.empty(values.shape, np.float32) if processed else None
-        draw = self.backend.draw(values, params, usable_vocab=self._usable_vocab, processed=out)
+        draw = self._draw(values, params, out)
         drawn = Drawn(draw, None if out is None else torch.from_numpy(out).to(logits.device))
         if where:
 
@@ -301,23 +314,40 @@ class GumbelSampler(Sampler):
                 if out is not None:
                     return out[index]
                 kept = np.empty((len(index), values.shape[1]), np.float32)
-                self.backend.draw(values[index], params.take(index), usable_vocab=self._usable_vocab, processed=kept)
+                self._draw(values[index], params.take(index), kept)
                 return kept
 
             keys.redraw(draw, params, where, kept_rows)
             drawn.given_up.extend(keys.given_up(values, params, where))
+        drawn.hard.extend((int(row), "nonfinite_logits") for row in spoilt)
+        drawn.hard.extend(soundness.wrong_rows(values, draw))
         return drawn
+
+    def _draw(self, logits: Logits, params: RowParams, processed: np.ndarray | None) -> Draw:
+        """Draw one token per row of `logits` [rows, vocab], by the reference if the backend fails."""
+        try:
+            return self.backend.draw(logits, params, usable_vocab=self._usable_vocab, processed=processed)
+        except Exception as error:  # whatever it is, the tokens must flow
+            if self.recorder is not None:
+                self.recorder.fallback("kernel", error)
+            if self._decides_alone:
+                self.rollout.count(0, 1, "a draw that failed")
+            draw = dispatch.choose("reference").draw
+            return draw(logits, params, usable_vocab=self._usable_vocab, processed=processed)
 
     def draw_stock(
         self, drawn: Drawn, logits: torch.Tensor, metadata: SamplingMetadata, where: Sequence[Place]
     ) -> None:
         """Let vLLM's own sampler draw the rows of `where` that ask for it; `logits` [rows, vocab] after all edits."""
-        discarded = self._discarded() if where and self._discarded else None
         mine = [each for each in where if each.request.is_stocks and each.drafted == 0]
-        mine = [each for each in mine if discarded is None or not discarded[each.row]]
+        discarded = self.discarded(1 + max((each.row for each in mine), default=0))
+        mine = [each for each in mine if not discarded[each.row]]
         if not mine:
             return
-        tokens, processed = stock.draw(self._stock, logits, metadata, mine)
+        beside = np.array([each.index for each in mine if each.request.shadowed], np.int64)
+        if len(beside):
+            drawn.beside.append(Beside(beside, Draw(drawn.draw.tokens[beside], drawn.draw.flags[beside])))
+        tokens, processed = stock.draw(self._stock_rows, logits, metadata, mine)
         drawn.put_stock([place.index for place in mine], tokens, processed)
 
     def count(
@@ -332,18 +362,21 @@ class GumbelSampler(Sampler):
             request: int [rows], the request that a row belongs to; None means that each row is one.
         """
         admitted = rows.take_admitted()
-        if self.recorder is None:
-            return
         if self._discarded is not None:
             kept = ~self._discarded()
             kept = kept if request is None else kept[request]
             sent = kept if sent is None else kept & sent
+        soundness.tell(self.rollout, drawn, sent, watched=self._decides_alone)
+        if self.recorder is None:
+            return
         slots = rows.slot[: len(drawn.draw.tokens)] if request is None else rows.slot[request]
         self.recorder.record(drawn.as_step(slots, admitted), sent)
+        if drawn.beside:
+            self.recorder.record_shadow(lambda: drawn.shadow_steps(slots, sent))
 
     def replace_bad_rows(self, draw: Draw, rows: Rows | None, request: np.ndarray | None = None) -> np.ndarray:
         """Return the drawn tokens, int64 [rows], with the setting `on_bad_row` applied to rows that have none."""
-        for row in np.flatnonzero(draw.flags & Flag.NO_CANDIDATE):
+        for row in np.flatnonzero(draw.tokens == NO_TOKEN):
             draw.tokens[row] = self._token_of_bad_row(rows, int(row if request is None else request[row]))
         return draw.tokens
 
@@ -359,35 +392,8 @@ class GumbelSampler(Sampler):
     compute_logprobs = staticmethod(logprobs.compute)
     gather_logprobs = staticmethod(logprobs.gather)
 
-    def _apply_foreign_processors(
-        self, logits: torch.Tensor, params: RowParams, metadata: SamplingMetadata
-    ) -> tuple[torch.Tensor, RowParams]:
-        """Return logits tempered and after all argmax-invariant processors, and what is left for the draw to do.
-
-        That is everything if vLLM's own min_p is the only one. Another package's acts after it and may depend on it.
-        """
-        processors = metadata.logitsprocs.argmax_invariant
-        if all(isinstance(processor, MinPLogitsProcessor) for processor in processors):
-            return logits, params
-        temperature = params.temperature
-        divisor = torch.from_numpy(np.where(temperature < GREEDY_TEMPERATURE, np.float32(1), temperature))
-        tempered = logits.float() / divisor.to(logits.device).unsqueeze(1)
-        for processor in processors:
-            tempered = processor.apply(tempered)
-        greedy = torch.from_numpy(temperature < GREEDY_TEMPERATURE).to(logits.device)
-        return torch.where(greedy.unsqueeze(1), logits, tempered), _with_temperature_and_min_p_applied(params)
-
     def _token_of_bad_row(self, rows: Rows | None, row: int) -> int:
         """Return what a row without any candidate yields, by the setting `on_bad_row`."""
         if self.settings.on_bad_row == "lowest" or rows is None:
             return 0
-        stop = rows.stop_token[row]
-        stop = self._default_stop if stop is None else stop
-        return 0 if stop is None else stop
-
-
-def _with_temperature_and_min_p_applied(params: RowParams) -> RowParams:
-    """Return `params` for logits that are tempered already: temperature 1 for every row that is not greedy."""
-    greedy = params.temperature < GREEDY_TEMPERATURE
-    temperature = np.where(greedy, np.float32(0), np.float32(1))
-    return replace(params, temperature=temperature, min_p=np.zeros_like(params.min_p))
+        return next((stop for stop in (rows.stop_token[row], self._default_stop) if stop is not None), 0)

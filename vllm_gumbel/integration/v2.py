@@ -22,17 +22,17 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.states import RequestState
 
-import vllm_gumbel
-from vllm_gumbel.integration import choice, compat, keys, worker
+from vllm_gumbel.integration import choice, compat, keys, stock_v2, worker
 from vllm_gumbel.integration.rows import SeedSource
 from vllm_gumbel.integration.slots import SlotStates
 from vllm_gumbel.integration.tally import Tally
-from vllm_gumbel.integration.watch_v2 import DeviceWatch, Seen
+from vllm_gumbel.integration.watch_v2 import Beside, DeviceWatch, Seen
 from vllm_gumbel.kernels import dispatch
 from vllm_gumbel.kernels.contract import NO_TOKEN, NOISE_VERSION
 from vllm_gumbel.kernels.slots import Noise
 from vllm_gumbel.metrics.step import Admission
 from vllm_gumbel.params import GumbelParams, ParamsError
+from vllm_gumbel.rollout.state import Rollout
 from vllm_gumbel.settings import SamplerSettings
 
 if TYPE_CHECKING:
@@ -41,8 +41,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.gumbel")
 
-#: Keys of a request that act under runner V2: those that are parameters of the draw, settled at admission.
-HONOURED = frozenset({"gumbel_salt", "gumbel_preset", "gumbel_temperature_rule", "gumbel_top_n"})
+#: Keys of a request that act under runner V2: who draws it, and those that are parameters of the draw.
+HONOURED = frozenset(
+    {
+        "gumbel_sampler",
+        "gumbel_rollout_key",
+        "gumbel_salt",
+        "gumbel_preset",
+        "gumbel_temperature_rule",
+        "gumbel_top_n",
+    }
+)
 
 
 class GumbelSampler(Sampler):
@@ -68,12 +77,15 @@ class GumbelSampler(Sampler):
     ) -> None:
         super().__init__(vllm_config, max_num_reqs, vocab_size, device, req_states, **stock)
         self.settings = choice.read(vllm_config.additional_config).settings
+        self.rollout = Rollout(self.settings)
         self.sampling_states = SlotStates(
             max_num_reqs,
             vocab_size,
             seeds=SeedSource(vllm_config.model_config.seed, worker.replica(vllm_config)),
             settings=self.settings,
             default_stop=worker.end_of_sequence(vllm_config),
+            rollout=self.rollout,
+            names=req_states.index_to_req_id,
         )
         self._usable_vocab = worker.usable_vocab(vllm_config)
         self._noise = Noise[self.settings.noise.upper()]
@@ -92,18 +104,16 @@ class GumbelSampler(Sampler):
             self.compile(vocab_size, device, {vllm_config.model_config.dtype, torch.float32}, rows)
         noise = str(NOISE_VERSION) if self._noise == Noise.OWN else self.settings.noise
         recorder = worker.recorder(vllm_config, self.settings, self.backend.name, noise)
-        self._tally = None if recorder is None else Tally(recorder)
+        alone = vllm_config.parallel_config.tensor_parallel_size == 1  # or ranks might decide otherwise than others
+        self._tally = None if recorder is None else Tally(recorder, self.rollout if alone else None)
+        if recorder is not None:
+            self.rollout.listen(recorder.show_rollout)
         self._watch = DeviceWatch(self.settings, self.sampling_states, self.backend, self._noise, self._usable_vocab)
         self._flags: list[torch.Tensor] = []
         self._seen: list[Seen | None] = []
+        self._beside: list[Beside | None] = []
         self._admitted: list[Admission] = []
-        logger.info(
-            "vllm-gumbel %s draws with backend %r (%s), noise version %s",
-            vllm_gumbel.__version__,
-            self.backend.name,
-            self.backend.reason,
-            noise,
-        )
+        worker.announce(self.backend, noise)
 
     @classmethod
     def check_config(cls, config: "VllmConfig") -> None:
@@ -136,7 +146,9 @@ class GumbelSampler(Sampler):
         super().add_request(req_idx, sampling_params)
         # One that was preempted comes back with what it had generated as part of what is fed.
         first = self.req_states.prefill_len.np[req_idx] == self.req_states.prompt_len.np[req_idx]
-        self._admitted.append(Admission(req_idx, first=bool(first)))
+        request = self.sampling_states.requests[req_idx]
+        fallback = request.fallback if first else None
+        self._admitted.append(Admission(req_idx, first=bool(first), by_stock=request.is_stocks, fallback=fallback))
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         """Return the tokens and logprobs of a step; see the parent."""
@@ -202,6 +214,7 @@ class GumbelSampler(Sampler):
         if self.return_sampling_mask or (logprobs and shows_processed):
             processed = torch.empty(edited.shape, dtype=torch.float32, device=edited.device)
         tokens = self._draw(edited, slots, slots_np, positions, processed)
+        tokens = self._share_out(edited, tokens, slots, slots_np, positions)
         self._seen.append(self._look(edited, tokens, slots, slots_np, positions))
         tokens = torch.where(tokens == NO_TOKEN, self.sampling_states.bad_row_token.gpu[slots], tokens)
         if processed is not None:
@@ -227,6 +240,7 @@ class GumbelSampler(Sampler):
         processed = torch.empty(edited.shape, dtype=torch.float32, device=edited.device)
         tokens = self._draw(edited, expanded_idx_mapping, idx_mapping_np, pos, processed)
         self._seen.append(None)  # what vLLM's verifier sends is not what was drawn here
+        self._beside.append(None)
         instead = self.sampling_states.bad_row_token.gpu[expanded_idx_mapping].unsqueeze(1)
         kept = processed.gather(1, instead).masked_fill((tokens == NO_TOKEN).unsqueeze(1), 0)
         return processed.scatter_(1, instead, kept)
@@ -257,11 +271,12 @@ class GumbelSampler(Sampler):
         """Count a step, and return its output with logprobs that JSON can carry."""
         flags, self._flags = self._flags, []
         seen, self._seen = self._seen, []
+        beside, self._beside = self._beside, []
         admitted, self._admitted = self._admitted, []
         first = input_batch.req_ids[0]
         if self._tally is not None and first in self.req_states.req_id_to_index and not compat.is_warm_up(first):
             try:
-                self._tally.add(*self._watch.report(flags, seen, output, input_batch, admitted))
+                self._tally.add(*self._watch.report(flags, seen, beside, output, input_batch, admitted))
             except Exception as error:  # whatever it is, the tokens must flow
                 self._tally.fault("recorder", error)
         if output.logprobs_tensors is not None:
@@ -290,6 +305,34 @@ class GumbelSampler(Sampler):
         self._flags.append(drawn.flags)
         return drawn.tokens
 
+    def _share_out(
+        self,
+        edited: torch.Tensor,
+        tokens: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: np.ndarray,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the tokens with those of vLLM's own sampler in its rows, and keep what it is to be compared with.
+
+        Args:
+            edited: [rows, vocab].
+            tokens: int64 [rows], drawn by ours.
+            slots, slots_np, positions: as those of `draw`.
+        """
+        states = self.sampling_states
+        shadowed = states.shadowed[slots_np]
+        beside = None
+        if self._tally is not None and shadowed.any():
+            plain = len(slots_np) == len(tokens)  # with drafts the host does not know whose a row is
+            seen = self._look(edited, tokens, slots, slots_np, positions, shadowed) if plain else None
+            beside = Beside(tokens, seen)
+        self._beside.append(beside)
+        if not states.by_stock.np[slots_np].any():
+            return tokens
+        theirs = stock_v2.draw(states, edited, slots, slots_np, positions, use_fp64=self.use_fp64_gumbel)
+        return torch.where(states.by_stock.gpu[slots] > 0, theirs, tokens)
+
     def _look(
         self,
         edited: torch.Tensor,
@@ -297,12 +340,13 @@ class GumbelSampler(Sampler):
         slots: torch.Tensor,
         slots_np: np.ndarray,
         positions: torch.Tensor,
+        only: np.ndarray | None = None,
     ) -> Seen | None:
-        """Return what is seen in some of the rows that were drawn; arguments as those of `draw`."""
+        """Return what is seen in some rows, of those in `only`, bool [rows]; other arguments as those of `draw`."""
         if self._tally is None or self.settings.watch == 0:
             return None
         try:
-            return self._watch.look(edited, tokens, slots, positions, slots_np)
+            return self._watch.look(edited, tokens, slots, positions, slots_np, only)
         except Exception as error:  # as in `finish`
             self._tally.fault("exactness", error)
             return None

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -71,30 +72,43 @@ class Watch:
             if len(skip):
                 index = index[~np.isin(index, skip)]
             if len(index):
-                drawn.watched.append(self._seen(drawn, as_array(logits), params, rows.seeded[request], where, index))
+                found = self._seen(drawn.draw.tokens, as_array(logits), params, rows.seeded[request], where, index)
+                drawn.watched.append(found)
+            for i, beside in enumerate(drawn.beside):
+                chosen = self.choose(len(beside.rows))
+                if len(chosen):
+                    tokens = drawn.draw.tokens.copy()
+                    tokens[beside.rows] = beside.draw.tokens
+                    mine = beside.rows[chosen]
+                    found = self._seen(tokens, as_array(logits), params, rows.seeded[request], where, mine, shadow=True)
+                    drawn.beside[i] = replace(beside, watched=replace(found, index=chosen))
         except Exception as error:  # whatever it is, the tokens must flow
             recorder.fault("exactness", error)
 
     def _seen(
         self,
-        drawn: Drawn,
+        tokens: np.ndarray,
         logits: Logits,
         params: RowParams,
         seeded: np.ndarray,
         where: Sequence[Place],
         index: np.ndarray,
+        shadow: bool = False,
     ) -> Watched:
-        """Return what is seen in the rows `index`, int64 [m]; `seeded` is bool [n]."""
+        """Return what is seen in the rows `index`, int64 [m]; `tokens` are int64 [n], `seeded` bool [n].
+
+        With `shadow`, the tokens are ours, also in rows that vLLM's own sampler draws.
+        """
         statistics = self._backend.statistics(
             logits,
             params,
-            drawn.draw.tokens,
+            tokens,
             index,
             usable_vocab=self._usable_vocab,
             improbable_below=self._improbable_below,
         )
         tested = ~seeded[index] & (params.temperature[index] >= GREEDY_TEMPERATURE)
-        other = [place.index for place in where if _has_other_law(place, logits.shape[1], params)]
+        other = [place.index for place in where if _has_other_law(place, logits.shape[1], params, shadow)]
         return Watched(index, statistics, tested & ~np.isin(index, other) if other else tested)
 
 
@@ -107,12 +121,12 @@ def timed(recorder: Recorder | None) -> Iterator[None]:
         recorder.seconds(time.perf_counter() - began)
 
 
-def _has_other_law(place: Place, vocab: int, params: RowParams) -> bool:
+def _has_other_law(place: Place, vocab: int, params: RowParams, shadow: bool) -> bool:
     """Return whether a row is drawn otherwise than by the race that the statistics speak of.
 
     vLLM's own sampler keeps more than k ids where the k-th is tied.
     """
-    if place.request.is_stocks:
+    if place.request.is_stocks and not shadow:
         return 0 < params.top_k[place.index] < vocab
     keys = place.request.keys
     return keys.gumbel_noise_scale < 1 or place.generated < keys.gumbel_hybrid_steps

@@ -1,5 +1,7 @@
 """Which rows of a step under runner V2 are looked at, and what the recorder is told of a step."""
 
+from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,18 @@ class Seen(NamedTuple):
 
     rows: np.ndarray
     columns: dict[str, torch.Tensor]
+
+
+class Beside(NamedTuple):
+    """What was drawn in a part of a step some of whose rows are shadowed.
+
+    Attributes:
+        tokens: int64 [rows], drawn by ours, on the device.
+        seen: in shadowed rows, None for nothing.
+    """
+
+    tokens: torch.Tensor
+    seen: Seen | None
 
 
 class DeviceWatch:
@@ -61,6 +75,7 @@ class DeviceWatch:
         slots: torch.Tensor,
         positions: torch.Tensor,
         slots_np: np.ndarray,
+        only: np.ndarray | None = None,
     ) -> Seen | None:
         """Return what is seen in some rows, None if no row was chosen.
 
@@ -70,8 +85,10 @@ class DeviceWatch:
             slots: integers [rows]; the slot of each row.
             positions: int64 [rows].
             slots_np: the slots of the batch, on the host.
+            only: bool [rows], rows that may be chosen; None means all.
         """
-        chosen = np.flatnonzero(self._generator.random(len(tokens)) < self._share)
+        drawn = self._generator.random(len(tokens)) < self._share
+        chosen = np.flatnonzero(drawn if only is None else drawn & only)
         if not len(chosen):
             return None
         index = torch.from_numpy(chosen).to(logits.device, non_blocking=True)
@@ -98,6 +115,7 @@ class DeviceWatch:
         self,
         flags: list[torch.Tensor],
         seen: list[Seen | None],
+        beside: list[Beside | None],
         output: SamplerOutput,
         batch: InputBatch,
         admitted: list[Admission],
@@ -107,39 +125,87 @@ class DeviceWatch:
         Args:
             flags: uint8 [rows], in parts.
             seen: one for each part.
+            beside: one for each part, None where no row is shadowed.
             output: the step's result.
             batch: the step's requests.
             admitted: requests that got a slot since the last step.
         """
         arrays = {"flags": torch.cat(flags), **rows_of(output, batch)}
         slots = np.repeat(batch.idx_mapping_np, np.diff(batch.cu_num_logits_np)).astype(np.int64)
-        there = [each for each in seen if each is not None]
-        for name in there[0].columns if there else ():
-            arrays[name] = torch.cat([each.columns[name] for each in there])
-        starts = np.cumsum([0, *(len(part) for part in flags)])
-        index = [each.rows + start for each, start in zip(seen, starts, strict=False) if each is not None]
-        rows = np.concatenate(index) if index else None
+        starts = [0, *accumulate(len(part) for part in flags)]
         # Read now: by the time the arrays arrive another request may have the slot.
-        mine = slots if rows is None else slots[rows]
-        states, own = self._states, self._noise == Noise.OWN
-        seed, salt, seeded = (each[mine].copy() for each in (states.seeds.np, states.salt.np, states.seeded))
+        by_stock, shadowed = self._states.by_stock.np[slots] > 0, self._states.shadowed[slots]
+        watched = self._watched("", seen, starts, slots, arrays)
+        shadow_watched = None
+        is_shadowed = any(each is not None for each in beside)
+        if is_shadowed:
+            parts = zip(beside, flags, strict=True)
+            arrays["ours"] = torch.cat(
+                [torch.zeros_like(part) if each is None else each.tokens for each, part in parts]
+            )
+            seen_beside = [None if each is None else each.seen for each in beside]
+            shadow_watched = self._watched("shadow ", seen_beside, starts, slots, arrays)
+        tied = by_stock & (
+            self._states.top_k.np[slots] < self._states.vocab_size
+        )  # vLLM keeps all that tie with the k-th
 
-        def finish(found: dict[str, np.ndarray]) -> tuple[Step, np.ndarray]:
-            watched = None
-            if rows is not None:
-                statistics = statistics_torch.finish(found, seed.view(np.uint64), salt.view(np.uint64), own_noise=own)
-                watched = Watched(rows, statistics, ~seeded & ~found["greedy"])
+        def finish(found: dict[str, np.ndarray]) -> tuple[Step, np.ndarray, list[tuple[Step, np.ndarray]]]:
             step = Step(
                 tokens=found["tokens"],
                 flags=found["flags"],
                 slots=slots,
-                by_stock=np.zeros(len(slots), bool),
-                watched=watched,
+                by_stock=by_stock,
+                watched=None if watched is None else watched(found, tied),
                 admitted=admitted,
             )
-            return step, found["sent"]
+            if not is_shadowed:
+                return step, found["sent"], []
+            mine = found["sent"] & shadowed
+            drawn = Step(
+                tokens=found["ours"],
+                flags=found["flags"],
+                slots=slots,
+                by_stock=np.zeros(len(slots), bool),
+                watched=None if shadow_watched is None else shadow_watched(found, np.zeros_like(tied)),
+                shadow=True,
+            )
+            return step, found["sent"], [(drawn.only(mine), (found["ours"] == found["tokens"])[mine])]
 
         return arrays, finish
+
+    def _watched(
+        self,
+        name: str,
+        seen: list[Seen | None],
+        starts: list[int],
+        slots: np.ndarray,
+        arrays: dict[str, torch.Tensor],
+    ) -> Callable[[dict[str, np.ndarray], np.ndarray], Watched] | None:
+        """Put what was seen into `arrays`, and return what makes it of their copies; None if nothing was seen.
+
+        Args:
+            name: before the names of its arrays.
+            seen: one for each part.
+            starts: the first row of each part.
+            slots: int64 [rows]; the slot of each row.
+            arrays: what is copied to the host.
+        """
+        there = [each for each in seen if each is not None]
+        if not there:
+            return None
+        names = list(there[0].columns)
+        for column in names:
+            arrays[name + column] = torch.cat([each.columns[column] for each in there])
+        rows = np.concatenate([e.rows + at for e, at in zip(seen, starts, strict=False) if e is not None])
+        states, own, mine = self._states, self._noise == Noise.OWN, slots[rows]
+        seed, salt, seeded = (each[mine].copy() for each in (states.seeds.np, states.salt.np, states.seeded))
+
+        def made(found: dict[str, np.ndarray], other_law: np.ndarray) -> Watched:
+            columns = {column: found[name + column] for column in names}
+            statistics = statistics_torch.finish(columns, seed.view(np.uint64), salt.view(np.uint64), own_noise=own)
+            return Watched(rows, statistics, ~seeded & ~columns["greedy"] & ~other_law[rows])
+
+        return made
 
 
 def rows_of(output: SamplerOutput, batch: InputBatch) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import torch
 import vllm_gumbel
 from vllm_gumbel.integration import compat
 from vllm_gumbel.kernels.contract import NOISE_VERSION
+from vllm_gumbel.kernels.dispatch import Backend, SlotBackend
 from vllm_gumbel.metrics import exporter, glitch
 from vllm_gumbel.metrics.frequencies import ProfileError, read_profile
 from vllm_gumbel.metrics.recorder import Recorder
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.gumbel")
+
+
+def announce(backend: Backend | SlotBackend, noise: str) -> None:
+    """Say in the log what draws here; `noise` is the version of the noise."""
+    logger.info(
+        "vllm-gumbel %s draws with backend %r (%s), noise version %s",
+        vllm_gumbel.__version__,
+        backend.name,
+        backend.reason,
+        noise,
+    )
 
 
 def replica(config: "VllmConfig") -> int:

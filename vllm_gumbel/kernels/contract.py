@@ -161,3 +161,8 @@ def widen(logits: Logits) -> npt.NDArray[np.float32]:
     if logits.dtype == np.uint16:
         return (logits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return logits.astype(np.float32, copy=False)
+
+
+def is_sound(row: npt.NDArray[np.float32]) -> bool:
+    """Return whether a row of logits can be drawn from: nothing is NaN or +inf, something is finite."""
+    return bool(row.max() < np.inf and row.max() > -np.inf)  # a NaN makes both false

@@ -13,6 +13,9 @@ COMMON_LABELS = ("model_name", "engine", "arm")
 GUMBEL, DEFAULT = "gumbel", "default"
 ARMS = (GUMBEL, DEFAULT)
 
+#: A further value of that label: what `gumbel` drew beside a token of `default` that was sent.
+SHADOW = "shadow"
+
 
 class AnomalyKind(StrEnum):
     """Values of the label `kind` of `anomalous_tokens_total`."""
@@ -130,6 +133,24 @@ TOP_N_GIVEN_UP = Metric(
     "summary",
     "Share of a row's mass, at its temperature, that gumbel_top_n leaves out; one observation a token that sets it.",
 )
+SHADOW_TOKENS = Metric(
+    "shadow_tokens",
+    "counter",
+    "Tokens drawn in shadow, by whether they are those that vLLM's own sampler drew and that were sent.",
+    ("result",),
+)
+FALLBACKS = Metric(
+    "fallbacks",
+    "counter",
+    "What could not be done as asked: kernel, a step drawn by the reference; breaker, a request that chose the gumbel "
+    "arm; keys, a request of the default arm with keys that only the gumbel arm honours.",
+    ("reason",),
+)
+ROLLOUT_FRACTION = Metric(
+    "rollout_fraction", "gauge", "Share of the requests without a choice of their own that the gumbel arm is to get."
+)
+ROLLOUT_SHADOW = Metric("rollout_shadow", "gauge", "Share of the default arm's requests that are drawn in shadow.")
+BREAKER_OPEN = Metric("breaker_open", "gauge", "1 while all new requests go to vLLM's own sampler, else 0.")
 REJECTED_PARAMS = Metric(
     "rejected_params",
     "counter",
@@ -164,6 +185,11 @@ CATALOGUE = (
     TOKEN_FREQUENCY_KL,
     FAULTS,
     TOP_N_GIVEN_UP,
+    SHADOW_TOKENS,
+    FALLBACKS,
+    ROLLOUT_FRACTION,
+    ROLLOUT_SHADOW,
+    BREAKER_OPEN,
     REJECTED_PARAMS,
     BUILD_INFO,
 )

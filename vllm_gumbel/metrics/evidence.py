@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vllm_gumbel.kernels.statistics import RowStatistics
 from vllm_gumbel.metrics import catalogue
-from vllm_gumbel.metrics.catalogue import ARMS, DEFAULT, GUMBEL, AnomalyKind
+from vllm_gumbel.metrics.catalogue import DEFAULT, AnomalyKind
 from vllm_gumbel.metrics.series import Series, Total
 from vllm_gumbel.metrics.step import Step
 
@@ -30,14 +30,19 @@ class EvidenceSums:
         series: makes the counters.
         anomalies: counters of anomalous tokens by kind and arm.
         improbable_below: probability below which a token is improbable.
+        arms: those that are summed.
     """
 
     name = "exactness"
 
     def __init__(
-        self, series: Series, anomalies: dict[tuple[AnomalyKind, str], Total], improbable_below: float
+        self,
+        series: Series,
+        anomalies: dict[tuple[AnomalyKind, str], Total],
+        improbable_below: float,
+        arms: tuple[str, ...],
     ) -> None:
-        self._arms = {arm: _Sums(series, anomalies, arm, math.log(improbable_below)) for arm in ARMS}
+        self._arms = {arm: _Sums(series, anomalies, arm, math.log(improbable_below)) for arm in arms}
 
     def record(self, step: Step) -> None:
         """Count a step.
@@ -48,10 +53,9 @@ class EvidenceSums:
         watched = step.watched
         if watched is None or not len(watched.index):
             return
-        by_stock = step.by_stock[watched.index]
         dropped = 0
-        for arm, mine in ((GUMBEL, ~by_stock), (DEFAULT, by_stock)):
-            mine &= watched.statistics.kept > 0
+        for arm, rows in step.by_arm():
+            mine = rows[watched.index] & (watched.statistics.kept > 0)
             if mine.any():
                 dropped += self._arms[arm].add(watched.statistics, mine, watched.tested)
         if dropped:
@@ -72,12 +76,12 @@ class _Sums:
         self._surprisal = series.counter(catalogue.SURPRISAL, arm)
         self._entropy = series.counter(catalogue.ENTROPY, arm)
         self._variance = series.counter(catalogue.SURPRISAL_VARIANCE, arm)
-        if arm == GUMBEL:  # vLLM's own sampler does not say with which score a token won
+        if arm != DEFAULT:  # vLLM's own sampler does not say with which score a token won
             self._pit = [series.counter(catalogue.SCORE_PIT, arm, bin=str(bin)) for bin in range(PIT_BINS)]
             self._squares = series.counter(catalogue.SCORE_SQUARES, arm)
             self._step_squares = series.counter(catalogue.SCORE_STEP_SQUARES, arm)
             self._pairs = series.counter(catalogue.SCORE_PAIRS, arm)
-        self._has_scores = arm == GUMBEL
+        self._has_scores = arm != DEFAULT
 
     def add(self, rows: RowStatistics, mine: npt.NDArray[np.bool_], tested: npt.NDArray[np.bool_]) -> int:
         """Add the rows `mine`, bool [n], and return how many could not be added; `tested` as in `Watched`."""

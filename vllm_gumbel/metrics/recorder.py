@@ -5,30 +5,25 @@ the other parts and the tokens go on.
 """
 
 import logging
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_gumbel.kernels.contract import Flag
 from vllm_gumbel.metrics import catalogue
 from vllm_gumbel.metrics.anomalies import LoopWatch
 from vllm_gumbel.metrics.catalogue import ARMS, DEFAULT, GUMBEL, AnomalyKind
 from vllm_gumbel.metrics.evidence import EvidenceSums
 from vllm_gumbel.metrics.frequencies import Frequencies
+from vllm_gumbel.metrics.rollout import RolloutSeries, Shadow
 from vllm_gumbel.metrics.series import Series, Total
-from vllm_gumbel.metrics.step import Step
+from vllm_gumbel.metrics.step import Step, flagged
 from vllm_gumbel.metrics.summary import Summary
 from vllm_gumbel.settings import SamplerSettings
 
 logger = logging.getLogger("vllm.gumbel")
-
-_KIND_OF_FLAG = {
-    Flag.NONFINITE: AnomalyKind.NONFINITE_LOGITS,
-    Flag.NO_CANDIDATE: AnomalyKind.NO_CANDIDATE,
-    Flag.PADDED: AnomalyKind.PADDED_ID,
-}
 
 
 class Part(Protocol):
@@ -80,9 +75,11 @@ class Recorder:
         }
         self._seconds = series.histogram(catalogue.SAMPLER_SECONDS) if settings.watch_time else None
         self.sampled = {arm: series.counter(catalogue.SAMPLED_TOKENS, arm) for arm in ARMS}
-        self._parts: list[Part] = [Counts(series, self.sampled, anomalies)]
+        self._shadow = Shadow(series, settings, glitches)
+        self.rollout = RolloutSeries(series, self._shadow)
+        self._parts: list[Part] = [Counts(series, self.sampled, anomalies, self.rollout.fallbacks)]
         if settings.watch > 0:
-            self._parts.append(EvidenceSums(series, anomalies, settings.improbable_below))
+            self._parts.append(EvidenceSums(series, anomalies, settings.improbable_below, ARMS))
         if settings.watch_loops:
             self._parts.append(Loops(series, anomalies, slots))
         if glitches is not None:
@@ -93,7 +90,7 @@ class Recorder:
             self._parts.append(Summary(self.sampled, anomalies, summary_seconds))
         self._faults = {
             name: series.counter(catalogue.FAULTS, part=name)
-            for name in {"recorder", "time", "exactness", *(part.name for part in self._parts)}
+            for name in {"recorder", "time", "exactness", "rollout", self._shadow.name, *(p.name for p in self._parts)}
         }
         series.gauge(catalogue.BUILD_INFO, **build).set(1)
         self._reported: set[str] = set()
@@ -116,6 +113,39 @@ class Recorder:
                 part.record(step)
             except Exception as error:  # as above
                 self.fault(part.name, error)
+
+    def record_shadow(self, steps: Callable[[], Iterable[tuple[Step, npt.NDArray[np.bool_]]]]) -> None:
+        """Count what was drawn in shadow.
+
+        Args:
+            steps: returns steps of the arm `shadow`, all of whose rows sent a token of the arm `default`, and, bool
+                [rows], whether that token is the row's.
+        """
+        try:
+            for step, agrees in steps():
+                self._shadow.record(step, agrees)
+        except Exception as error:  # as in `record`
+            self.fault(self._shadow.name, error)
+
+    def show_rollout(self, fraction: float, shadow: float, is_open: bool) -> None:
+        """Show the state of the rollout: share of the gumbel arm, share in shadow, whether the breaker is open."""
+        try:
+            self.rollout.show(fraction, shadow, is_open)
+        except Exception as error:  # as in `record`
+            self.fault("rollout", error)
+
+    def fallback(self, reason: str, error: Exception) -> None:
+        """Count that something was done in another way than asked, and log the first error of a kind."""
+        key = f"fallback {reason} {type(error).__name__}"
+        if key not in self._reported:
+            self._reported.add(key)
+            logger.warning(
+                "vllm-gumbel: fallback (%s), tokens keep flowing, further ones are counted", reason, exc_info=error
+            )
+        try:
+            self.rollout.fallbacks[reason].inc()
+        except Exception as second:  # as in `record`
+            self.fault("rollout", second)
 
     def seconds(self, duration: float) -> None:
         """Count the seconds that a step spent in the sampler."""
@@ -151,36 +181,39 @@ class Counts:
         series: makes the counters.
         sampled: counter of tokens by arm.
         anomalies: counters of anomalous tokens by kind and arm.
+        fallbacks: counters by reason.
     """
 
     name = "counts"
 
     def __init__(
-        self, series: Series, sampled: dict[str, Total], anomalies: dict[tuple[AnomalyKind, str], Total]
+        self,
+        series: Series,
+        sampled: dict[str, Total],
+        anomalies: dict[tuple[AnomalyKind, str], Total],
+        fallbacks: dict[str, Total],
     ) -> None:
-        self._sampled, self._anomalies = sampled, anomalies
+        self._sampled, self._anomalies, self._fallbacks = sampled, anomalies, fallbacks
         self._requests = {arm: series.counter(catalogue.REQUESTS, arm) for arm in ARMS}
         self._given_up = series.summary(catalogue.TOP_N_GIVEN_UP)
         self._logged: set[AnomalyKind] = set()
 
     def record(self, step: Step) -> None:
         """Count a step."""
-        by_stock = int(np.count_nonzero(step.by_stock))
-        self._sampled[GUMBEL].inc(len(step.tokens) - by_stock)
-        self._sampled[DEFAULT].inc(by_stock)
+        for arm, mine in step.by_arm():
+            self._sampled[arm].inc(int(np.count_nonzero(mine)))
         for each in step.admitted:
             if each.first:
                 self._requests[DEFAULT if each.by_stock else GUMBEL].inc()
+            if each.fallback is not None:
+                self._fallbacks[each.fallback].inc()
         if step.given_up is not None:
             for share in step.given_up[~np.isnan(step.given_up)]:
                 self._given_up.observe(share)
         if not step.flags.any():
             return
-        for flag, kind in _KIND_OF_FLAG.items():
-            rows = int(np.count_nonzero(step.flags & flag))
-            if not rows:
-                continue
-            self._anomalies[kind, GUMBEL].inc(rows)
+        for arm, kind, rows in flagged(step):
+            self._anomalies[kind, arm].inc(rows)
             if kind not in self._logged:
                 self._logged.add(kind)
                 logger.warning("vllm-gumbel: %d rows of a step: %s (further ones are counted, not logged)", rows, kind)

@@ -199,7 +199,7 @@ def _read(address: str, timeout: float) -> str:
     except UnicodeDecodeError:
         raise ScrapeError(f"{address}: the page is not text") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ScrapeError(f"{address}: {_reason(error, timeout)}") from None
+        raise ScrapeError(f"{address}: {reason_of(error, timeout)}") from None
     if len(body) > LARGEST_PAGE:
         raise ScrapeError(f"{address}: the page is larger than {LARGEST_PAGE // 2**20} MiB")
     if announced is not None and announced.isdigit() and len(body) < int(announced):
@@ -207,7 +207,7 @@ def _read(address: str, timeout: float) -> str:
     return text
 
 
-def _reason(error: Exception, timeout: float) -> str:
+def reason_of(error: Exception, timeout: float) -> str:
     """Return in words why a page could not be read."""
     cause = error.reason if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError) else error
     if isinstance(cause, TimeoutError):

@@ -1,13 +1,20 @@
 """What a worker tells the recorder about one step: arrays, one entry a row of the draw."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_gumbel.kernels.contract import Flag
 from vllm_gumbel.kernels.statistics import RowStatistics
-from vllm_gumbel.metrics.catalogue import DEFAULT, GUMBEL
+from vllm_gumbel.metrics.catalogue import DEFAULT, GUMBEL, SHADOW, AnomalyKind
+
+_KIND_OF_FLAG = {
+    Flag.NONFINITE: AnomalyKind.NONFINITE_LOGITS,
+    Flag.NO_CANDIDATE: AnomalyKind.NO_CANDIDATE,
+    Flag.PADDED: AnomalyKind.PADDED_ID,
+}
 
 
 @dataclass(frozen=True)
@@ -19,12 +26,14 @@ class Admission:
         tokens: what it had generated before, if it comes back.
         first: whether it comes for the first time.
         by_stock: whether vLLM's own sampler draws it.
+        fallback: why it is not drawn as it asked; a reason of `fallbacks_total`.
     """
 
     slot: int
     tokens: Sequence[int] = ()
     first: bool = True
     by_stock: bool = False
+    fallback: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ class Step:
         given_up: float64 [rows]; share of the mass that `gumbel_top_n` gave up, NaN for a row without it; None if
             there is no such row.
         admitted: requests that got a slot since the last step.
+        shadow: whether it is what was drawn beside tokens that were sent.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -83,9 +93,12 @@ class Step:
     watched: Watched | None = None
     given_up: npt.NDArray[np.float64] | None = None
     admitted: Sequence[Admission] = field(default_factory=tuple)
+    shadow: bool = False
 
     def by_arm(self) -> list[tuple[str, npt.NDArray[np.bool_]]]:
         """Return (arm, bool [rows]: its rows) for each arm that drew any."""
+        if self.shadow:
+            return [(SHADOW, np.ones(len(self.tokens), bool))] if len(self.tokens) else []
         arms = ((GUMBEL, ~self.by_stock), (DEFAULT, self.by_stock))
         return [(arm, mine) for arm, mine in arms if mine.any()]
 
@@ -113,3 +126,12 @@ class Step:
             watched=watched,
             given_up=None if self.given_up is None else self.given_up[sent],
         )
+
+
+def flagged(step: Step) -> Iterator[tuple[str, AnomalyKind, int]]:
+    """Yield (arm, kind, number of rows) for what a step's draw flagged."""
+    for arm, mine in step.by_arm():
+        for flag, kind in _KIND_OF_FLAG.items():
+            rows = int(np.count_nonzero(step.flags[mine] & flag))
+            if rows:
+                yield arm, kind, rows
