@@ -11,13 +11,16 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.clients import MIXED, SAMPLED, Clients
 from tests.prometheus import program, prometheus, scraping
 from tests.serving import ROOT, serving
 from tests.test_server import LONG_PROMPT
+from vllm_gumbel.metrics import glitch
 
+ANOMALOUS = "vllm_gumbel_anomalous_tokens_total"
 COMMAND = Path(sys.executable).with_name("vllm-gumbel")
 README = (ROOT / "README.md").read_text()
 QUERIES = README.split("```promql\n")[1].split("```")[0].split("# ")[1:]
@@ -85,6 +88,20 @@ def test_every_query_of_the_readme_answers(purpose, expression, scraped):
     found = scraped.query(expression)
     assert found, f"{purpose}: no series"
     assert all(math.isfinite(value) for _, value in found), f"{expression}: {found}"
+
+
+@pytest.mark.parametrize("is_glitch", [True, False])
+def test_loops_and_glitch_tokens_are_counted_as_what_they_are(is_glitch, clients, model_path):
+    """One id is allowed, so the text is a loop, which begins once; each of its tokens is a glitch, or none is."""
+    listed = glitch.find(model_path).mask(49_152)
+    token = int(np.flatnonzero(listed == is_glitch)[-1])
+
+    def seen():
+        return [clients.server.metric(ANOMALOUS, kind=kind, arm="gumbel") for kind in ("repetition", "glitch")]
+
+    before = seen()
+    clients.receive({"prompt": "Say", "temperature": 1.0, "max_tokens": 40, "allowed_token_ids": [token]})
+    assert [now - then for now, then in zip(seen(), before, strict=True)] == [1, 40 if is_glitch else 0]
 
 
 def test_left_stream_is_counted_until_the_server_notices(clients):

@@ -128,6 +128,17 @@ def test_head_says_who_draws_and_how_long_the_queue_is():
     assert "2.0 s after the last look" in head
     assert "vllm-gumbel 0.1.0, noise 1, backend numba, runner v1, vLLM 0.32.0\n" in head
     assert "requests: 12 running, 5 waiting\n" in head
+    assert "rollout" not in head, "everything is drawn by the gumbel arm"
+
+
+def test_head_says_how_far_a_rollout_is_and_that_a_breaker_is_open():
+    page = busy_page()
+    state = {catalogue.ROLLOUT_FRACTION: 0.05, catalogue.ROLLOUT_SHADOW: 1.0, catalogue.BREAKER_OPEN: 0.0}
+    for metric, value in state.items():
+        page.child(metric).set(value)
+    assert "rollout: fraction 0.05, shadow 1\n" in shown(parse(page.text().decode(), ADDRESS), None)
+    page.child(catalogue.BREAKER_OPEN).set(1)
+    assert "THE BREAKER IS OPEN" in shown(parse(page.text().decode(), ADDRESS), None)
     assert "requests: " not in shown(parse(Page().text().decode(), ADDRESS), None)
 
 

@@ -36,6 +36,7 @@ CPUS = "|".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
 
 SAMPLED = catalogue.SAMPLED_TOKENS
 FLAGS = ("--sampler", "gumbel", "--max-model-len", "256")
+CONTROLLED = {"VLLM_PLUGINS": "vllm_gumbel,vllm_gumbel_rollout", "GUMBEL_ADMIN_KEY": "key"}
 
 #: A request that is refused, which the API server counts.
 BAD = {"model": "smollm2", "prompt": "x", "max_tokens": 1, "vllm_xargs": {"gumbel_salt": "x"}}
@@ -101,7 +102,7 @@ def test_two_replicas_behind_two_api_servers_count_each_token_once(small_model, 
     port, folder = two_free_ports(), tmp_path_factory.mktemp("t")  # short, since vLLM makes sockets in it
     config = json.dumps({"watch": 1, "metrics_address": f"127.0.0.1:{port}"})
     flags = ("--sampler-config", config, "--api-server-count", "2", "--data-parallel-size", "2")
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": CPUS, "TMPDIR": str(folder)}  # vLLM chooses the folder
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": CPUS, "TMPDIR": str(folder), **CONTROLLED}  # vLLM chooses the folder
     with serving(small_model, folder / "log", *FLAGS, *flags, **environment) as server:
         clients = Clients(server)
         clients.post(MIXED, 24, times=3)
@@ -109,6 +110,7 @@ def test_two_replicas_behind_two_api_servers_count_each_token_once(small_model, 
         # Two files are the workers', two those of API servers that have refused; the test's own limit ends this.
         while len(list(folder.rglob("counter_*-gumbel.db"))) < 4:
             refused += at_once(lambda: httpx.post(url, json=BAD, timeout=60).status_code)
+        changed = changed_rollout(server.url, {"fraction": 0.25})
         shown = at_once(lambda: page(server.url))
         by_port = [page(f"http://127.0.0.1:{port + replica}") for replica in range(2)]
     received = sum(clients.received.values())
@@ -121,6 +123,16 @@ def test_two_replicas_behind_two_api_servers_count_each_token_once(small_model, 
     assert summed(shown[0], catalogue.BUILD_INFO) == 2
     assert summed(shown[0], catalogue.REJECTED_PARAMS) == len(refused)
     assert summed(shown[0], catalogue.FAULTS) == 0
+    assert changed["fraction"] == 0.25
+    fractions = [summed(shown[0], catalogue.ROLLOUT_FRACTION, engine=engine) for engine in "01"]
+    assert fractions == [0.25, 0.25], "a change reaches the workers of every replica"
+
+
+def changed_rollout(url, change):
+    """Change the rollout of a server, and return its answer."""
+    answer = httpx.post(f"{url}/gumbel/rollout", json=change, headers={"Authorization": "Bearer key"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +141,8 @@ def killed(small_model, tmp_path_factory):
 
     Attributes:
         received: tokens of clients, by arm, when `shown` and `own_port` were read.
+        workers: how many a change of the rollout has reached.
+        halved: tokens by arm of requests after that change to one half.
         folder: the folder of its metrics.
         load: tokens that came to clients afterwards.
         code: with which the server exited.
@@ -136,12 +150,16 @@ def killed(small_model, tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("metrics"), free_port()
     config = json.dumps({"metrics_address": f"127.0.0.1:{port}"})
     flags = (*FLAGS, "--sampler-config", config, "--tensor-parallel-size", "2")
-    environment = {"VLLM_CPU_OMP_THREADS_BIND": CPUS, PRIVATE_VARIABLE: str(folder)}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": CPUS, PRIVATE_VARIABLE: str(folder), **CONTROLLED}
     with serving(small_model, tmp_path_factory.mktemp("server") / "log", *flags, **environment) as server:
         clients = Clients(server)
         clients.post(MIXED, 24)
         seen = SimpleNamespace(received=clients.received.copy(), folder=folder)
         seen.shown, seen.own_port = page(server.url), page(f"http://127.0.0.1:{port}")
+        seen.workers = changed_rollout(server.url, {"fraction": 0.5})["workers"]
+        before = Counter(clients.counted())
+        clients.post([{"temperature": 1.0}], 12, times=16)
+        seen.halved = Counter(clients.counted()) - before
         load, flowing = Counter(), threading.Event()
         threads = [threading.Thread(target=_stream, args=(server, i, load, flowing)) for i in range(4)]
         for thread in threads:
@@ -176,10 +194,17 @@ def test_two_tensor_parallel_workers_count_each_token_once(killed):
     assert summed(killed.shown, catalogue.BUILD_INFO) == 1
 
 
+def test_ranks_agree_who_draws_what(killed):
+    """Ranks that did not would wait for each other for ever, or write different texts."""
+    assert killed.workers == 2
+    assert set(killed.halved) == {"gumbel", "default"}
+    assert sum(killed.halved.values()) == 16 * 12
+
+
 def test_killed_worker_ends_the_server_and_its_counts_stay_readable(killed):
     assert killed.code is not None
     assert 0 < killed.load < 4 * 240, "it was killed under load"
-    assert total(killed.folder) >= sum(killed.received.values()) + killed.load
+    assert total(killed.folder) >= sum(killed.received.values()) + sum(killed.halved.values()) + killed.load
     assert total(killed.folder, catalogue.BUILD_INFO) == 1
 
 

@@ -169,7 +169,21 @@ def _head(now: Scrape, before: Scrape | None) -> list[str]:
         )
         if series
     ]
-    return [*lines, *([f"requests: {', '.join(queue)}"] if queue else [])]
+    return [*lines, *([f"requests: {', '.join(queue)}"] if queue else []), *_rollout(now)]
+
+
+def _rollout(now: Scrape) -> list[str]:
+    """Return a line with the state of the rollout where it is anything but all by the gumbel arm."""
+    fractions, shadows, breakers = (
+        sorted({value for _, value in now.series(metric)})
+        for metric in (catalogue.ROLLOUT_FRACTION, catalogue.ROLLOUT_SHADOW, catalogue.BREAKER_OPEN)
+    )
+    if fractions in ([], [1.0]) and not any(breakers):
+        return []
+    shares = " or ".join(f"{value:.4g}" for value in fractions)  # engines differ while a change is on its way
+    shadow = " or ".join(f"{value:.4g}" for value in shadows)
+    opened = "; THE BREAKER IS OPEN: all new requests go to vLLM's own sampler" if any(breakers) else ""
+    return [f"rollout: fraction {shares}, shadow {shadow}{opened}"]
 
 
 def _builds(now: Scrape) -> list[tuple[dict[str, str], float]]:
