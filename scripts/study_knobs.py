@@ -11,8 +11,8 @@ For each key and several values, over prompts written for this project (240, ope
 - from generated text: mean log-probability under the model, distinct-1 to distinct-3 (different n-grams over all,
   within each text), the share of texts that ever end in a loop of three copies or more, and the share of tokens that
   continue such a loop;
-- throughput of the whole engine, over that of the plain setting and over that of vLLM's own sampler in an engine of its
-  own, at the same temperature and without keys. Every round runs each arm once, every other round backwards, so that
+- throughput of the whole engine, over that of the plain setting and over that of vLLM's own sampler in the same engine,
+  at the same temperature and without keys. Every round runs each arm once, every other round backwards, so that
   whatever else the machine does falls on all; each arm counts by its median.
 
 `scripts/study_claims.py` measures what is claimed about the method in print. Plots need matplotlib, which is in the
@@ -193,16 +193,17 @@ def arms(names: list[str]) -> dict[tuple[str, str], dict[str, Any]]:
     """
     ours = {("gumbel", name): SETTINGS[name] for name in dict.fromkeys((*names, PLAIN_NAME))}
     temperatures = sorted({asked["temperature"] for asked in ours.values()})
-    return ours | {("default", f"{each:g}"): {"temperature": each} for each in temperatures}
+    stock = {"gumbel_sampler": "default"}
+    return ours | {("default", f"{each:g}"): {"temperature": each, **stock} for each in temperatures}
 
 
 def throughput(
-    run: Callable[[str, Any], int], tokens: int, rounds: int, names: list[str]
+    run: Callable[[Any], int], tokens: int, rounds: int, names: list[str]
 ) -> dict[tuple[str, str], list[float]]:
     """Return the tokens per second of every arm in each round; unseeded, without logprobs.
 
     Args:
-        run: (sampler, vLLM's parameters) -> how many tokens it has generated with them.
+        run: vLLM's parameters -> how many tokens it has generated with them.
         tokens: of each prompt.
         rounds: how often each arm runs.
         names: settings.
@@ -213,7 +214,7 @@ def throughput(
         for arm in list(asked) if number % 2 == 0 else reversed(list(asked)):
             params = sampling(asked[arm], tokens)
             began = time.perf_counter()
-            count = run(arm[0], params)
+            count = run(params)
             rates[arm].append(count / (time.perf_counter() - began))
         print(f"throughput, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
     return rates
@@ -234,27 +235,22 @@ def ratios(rates: dict[tuple[str, str], list[float]], names: list[str]) -> dict[
 
 
 def generated(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return, for each setting, everything that engines are needed for."""
+    """Return, for each setting, everything that an engine is needed for."""
     from vllm import LLM
 
-    engines = {
-        sampler: LLM(arguments.model, enforce_eager=True, max_model_len=512, additional_config={"sampler": sampler})
-        for sampler in ("gumbel", "default")
-    }
-    for llm in engines.values():
-        llm.generate(spread(4), sampling(PLAIN, 4), use_tqdm=False)
+    llm = LLM(arguments.model, enforce_eager=True, max_model_len=512, additional_config={"sampler": "gumbel"})
+    llm.generate(spread(4), sampling(PLAIN, 4), use_tqdm=False)
     try:
-        measured = texts(engines["gumbel"], spread(arguments.prompts), arguments.tokens, arguments.settings)
+        measured = texts(llm, spread(arguments.prompts), arguments.tokens, arguments.settings)
         batch = spread(arguments.batch)
 
-        def run(sampler: str, params: Any) -> int:
-            outputs = engines[sampler].generate(batch, params, use_tqdm=False)
+        def run(params: Any) -> int:
+            outputs = llm.generate(batch, params, use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
         rates = throughput(run, arguments.batch_tokens, arguments.rounds, arguments.settings)
     finally:
-        for llm in engines.values():
-            llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown()
     speeds = ratios(rates, arguments.settings)
     return {name: {**measured[name], **speeds[name]} for name in arguments.settings}
 

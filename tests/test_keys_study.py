@@ -58,7 +58,9 @@ def test_every_key_is_studied_and_every_setting_is_one_that_a_server_takes(knobs
         GumbelParams.from_extra_args(keys, given["temperature"])
         studied.update(keys)
         assert "temperature" in given, name
-    assert studied == set(GumbelParams.model_fields) - {"gumbel_return_info"}, "which changes no draw"
+    assert studied == set(GumbelParams.model_fields) - {"gumbel_return_info", "gumbel_rollout_key"}, (
+        "they change no draw"
+    )
 
 
 def test_measures_of_text_by_hand(knobs):
@@ -84,7 +86,7 @@ def test_throughput_is_the_median_over_that_of_the_plain_setting_and_of_vllms_sa
         ("default", "0"),
         ("default", "1"),
     ]
-    assert [key for arm, given in asked.items() if arm[0] == "default" for key in given] == ["temperature"] * 2
+    assert asked["default", "0"] == {"temperature": 0.0, "gumbel_sampler": "default"}
     rates = dict(zip(asked, ([1, 100, 3], [8, 8, 0], [6, 5, 6], [2, 2, 2], [12, 99, 1]), strict=True))
     found = knobs.ratios(rates, names)
     assert found["noise scale 0.5"] == {"tokens_per_second": 3, "throughput_ratio": 0.5, "stock_ratio": 0.25}
@@ -94,13 +96,13 @@ def test_throughput_is_the_median_over_that_of_the_plain_setting_and_of_vllms_sa
 def test_arms_take_turns_and_every_other_round_runs_backwards(knobs):
     asked = []
 
-    def run(sampler, params):
-        asked.append((sampler, params.temperature, params.max_tokens, params.seed, dict(params.extra_args)))
+    def run(params):
+        asked.append((params.temperature, params.max_tokens, params.seed, dict(params.extra_args)))
         return 10
 
     rates = knobs.throughput(run, 5, 2, ["noise scale 0.5"])
-    forward = [("gumbel", 1.0, 5, None, {"gumbel_noise_scale": 0.5}), ("gumbel", 1.0, 5, None, {})]
-    forward.append(("default", 1.0, 5, None, {}))
+    keys: list[dict] = [{"gumbel_noise_scale": 0.5}, {}, {"gumbel_sampler": "default"}]
+    forward = [(1.0, 5, None, each) for each in keys]
     assert asked == forward + forward[::-1]
     assert [len(values) for values in rates.values()] == [2, 2, 2]
 

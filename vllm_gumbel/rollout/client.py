@@ -5,8 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_gumbel.params import shorten
 from vllm_gumbel.rollout.web import Answer, WebError, ask
+from vllm_gumbel.text import shorten
 
 PATH = "/gumbel/rollout"
 

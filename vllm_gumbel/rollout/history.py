@@ -27,8 +27,8 @@ from typing import Any
 from vllm_gumbel.metrics import catalogue
 from vllm_gumbel.metrics.catalogue import PREFIX
 from vllm_gumbel.metrics.scrape import Labels, Scrape
-from vllm_gumbel.params import shorten
 from vllm_gumbel.rollout.web import WebError, ask
+from vllm_gumbel.text import shorten
 
 #: vLLM's own names, the same in 0.31, 0.32 and 0.33 (vllm/v1/metrics/loggers.py), and that of the process.
 FIRST_TOKEN, NEXT_TOKEN = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"

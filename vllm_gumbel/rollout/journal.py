@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_gumbel.params import shorten
 from vllm_gumbel.rollout.counts import ArmCounts, ServerCounts
+from vllm_gumbel.text import shorten
 
 #: Of the file; another number is refused.
 VERSION = 1
