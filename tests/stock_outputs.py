@@ -1,8 +1,6 @@
 """Generates with the default model and writes, as JSON, what came out and whether the plugin was loaded.
 
-usage: python -m tests.stock_outputs MODEL OUTPUT ADDITIONAL_CONFIGS
-
-One engine for each of a list of additional configurations, given as JSON.
+usage: python -m tests.stock_outputs MODEL OUTPUT [ADDITIONAL_CONFIG]
 
 `tests/test_stock.py` runs it in processes of their own, with and without the plugin.
 """
@@ -10,7 +8,6 @@ One engine for each of a list of additional configurations, given as JSON.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 PROMPTS = ["The capital of France is", "Once upon a time there was a", "1, 2, 3,"]
 REQUESTS = [
@@ -22,25 +19,21 @@ REQUESTS = [
 ]
 
 
-def main(model: str, output: str, configurations: str) -> None:
-    """Run the engines and write what each gave."""
-    Path(output).write_text(json.dumps([outputs_of(model, each) for each in json.loads(configurations)]))
-
-
-def outputs_of(model: str, additional: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's outputs, one list of token ids per choice of each request of each prompt."""
+def main(model: str, output: str, additional: str = "{}") -> None:
+    """Run one engine and write its outputs, one list of token ids per choice of each request of each prompt."""
     from vllm import LLM, SamplingParams
     from vllm.engine.arg_utils import EngineArgs
 
-    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, additional_config=additional)
+    llm = LLM(model, dtype="float32", enforce_eager=True, max_model_len=256, additional_config=json.loads(additional))
     prompts = [prompt for prompt in PROMPTS for _ in REQUESTS]
     params = [SamplingParams(max_tokens=12, ignore_eos=True, **request) for _ in PROMPTS for request in REQUESTS]
     choices = [result.outputs for result in llm.generate(prompts, params, use_tqdm=False)]
-    return {
+    written = {
         "plugin": hasattr(EngineArgs.add_cli_args, "wrapped_by_vllm_gumbel"),
         "tokens": [[list(choice.token_ids) for choice in each] for each in choices],
         "logprobs": [[choice.cumulative_logprob for choice in each] for each in choices],
     }
+    Path(output).write_text(json.dumps(written))
 
 
 if __name__ == "__main__":

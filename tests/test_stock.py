@@ -11,39 +11,34 @@ import pytest
 from tests.serving import ROOT
 from tests.stock_outputs import PROMPTS, REQUESTS
 
-#: Environments, and the engines that run in each: name -> additional configuration.
-RUNS = [
-    ({"VLLM_PLUGINS": ""}, {"without the plugin": {}}),
-    (
-        {},
-        {
-            "without a choice": {},
-            "a share of 0": {"sampler": "gumbel", "sampler_config": {"rollout_fraction": 0, "watch": 1}},
-            "gumbel": {"sampler": "gumbel"},
-        },
-    ),
-]
+#: name -> (environment, additional configuration) of a run.
+RUNS = {
+    "without the plugin": ({"VLLM_PLUGINS": ""}, {}),
+    "without a choice": ({}, {}),
+    "a share of 0": ({}, {"sampler": "gumbel", "sampler_config": {"rollout_fraction": 0, "watch": 1}}),
+    "gumbel": ({}, {"sampler": "gumbel"}),
+}
 SEEDED = [i for i, request in enumerate(REQUESTS * len(PROMPTS)) if "seed" in request]
 
 
 @pytest.fixture(scope="module")
 def outputs(model_path, tmp_path_factory):
-    """What each engine gave; one after another."""
-    path, written = tmp_path_factory.mktemp("stock") / "outputs", {}
-    for environment, engines in RUNS:
-        configurations = json.dumps(list(engines.values()))
-        command = [sys.executable, "-m", "tests.stock_outputs", str(model_path), str(path), configurations]
+    """What each run wrote; one after another, each an engine in a process of its own."""
+    folder, written = tmp_path_factory.mktemp("stock"), {}
+    for name, (environment, additional) in RUNS.items():
+        path = folder / name
+        command = [sys.executable, "-m", "tests.stock_outputs", str(model_path), str(path), json.dumps(additional)]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("GUMBEL_")}
         environment = {**inherited, "PYTHONPATH": str(ROOT), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **environment}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-        assert done.returncode == 0, f"{list(engines)}:\n{(done.stdout + done.stderr)[-4000:]}"
-        written |= zip(engines, json.loads(path.read_text()), strict=True)
+        assert done.returncode == 0, f"{name}:\n{(done.stdout + done.stderr)[-4000:]}"
+        written[name] = json.loads(path.read_text())
     return written
 
 
 def test_the_plugin_is_loaded_where_it_should_be(outputs):
     assert {name: each["plugin"] for name, each in outputs.items()} == {
-        name: name != "without the plugin" for name in outputs
+        name: name != "without the plugin" for name in RUNS
     }
 
 
