@@ -17,20 +17,28 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
 # Tests read logs, and scripts that they import ask for less; threads that wait must not take another engine's time.
 os.environ.update(VLLM_LOGGING_LEVEL="INFO", GOMP_SPINCOUNT="0")
 
-#: Modules that take longest, in processes of their own: they begin first, so that no worker has to wait at the end.
-LONGEST = ("test_v2_engine", "test_v2_sampler", "test_stock", "test_triton_kernels", "test_topologies")
+#: Modules that start servers or engines: two at once would only wait for each other, so one worker runs them all.
+ENGINES = (
+    "keys_engine",
+    "keys_metrics",
+    "keys_server",
+    "metrics",
+    "observability",
+    "rollout_server",
+    "server",
+    "speculative",
+    "startup",
+    "stock",
+    "tensor_parallel",
+    "topologies",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the tests of a module, and those that share a server or an engine, run in one worker."""
-    shared: dict[str, str] = {}
+    """Share the tests between two workers: those with servers and engines, and all others."""
     for item in items:
-        for fixture in ("server", "engine"):
-            if fixture in getattr(item, "fixturenames", ()):
-                shared[item.path.stem] = fixture
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(shared.get(item.path.stem, item.path.stem)))
+        has_engine = item.path.stem.removeprefix("test_") in ENGINES
+        item.add_marker(pytest.mark.xdist_group("engines" if has_engine else "others"))
 
 
 @pytest.fixture(scope="session")
