@@ -34,6 +34,7 @@ ENGINES = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before the hook that reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Share the tests between two workers: those with servers and engines, and all others."""
     for item in items:
