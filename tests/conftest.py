@@ -17,7 +17,8 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
 # Tests read logs, and scripts that they import ask for less; threads that wait must not take another engine's time.
 os.environ.update(VLLM_LOGGING_LEVEL="INFO", GOMP_SPINCOUNT="0")
 
-#: Modules that start servers or engines: two at once would only wait for each other, so one worker runs them all.
+#: Modules that start servers or engines. Two of them at once would only wait for each other, while most others need one
+#: CPU: so `scripts/test` runs these in one process, and all others in a second one at the same time.
 ENGINES = (
     "keys_engine",
     "keys_metrics",
@@ -34,12 +35,12 @@ ENGINES = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the hook that reads the groups
+@pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Share the tests between two workers: those with servers and engines, and all others."""
+    """Mark the tests with servers and engines."""
     for item in items:
-        has_engine = item.path.stem.removeprefix("test_") in ENGINES
-        item.add_marker(pytest.mark.xdist_group("engines" if has_engine else "others"))
+        if item.path.stem.removeprefix("test_") in ENGINES:
+            item.add_marker(pytest.mark.engines)
 
 
 @pytest.fixture(scope="session")
