@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -275,6 +276,15 @@ def test_clock_that_goes_back_begins_the_window_anew(server, prepared, monkeypat
     assert json.loads(run.keeper.path.read_text())["began"] is None
 
 
+@pytest.fixture
+def interruptible():
+    """Let an interruption reach this process, which ignores it where a shell started it in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_run_says_where_the_fraction_stands(server, prepared):
     run = prepared(hold=30.0)
     with meanwhile(lambda: server.fraction == 0.5, after(1.5, _thread.interrupt_main)):

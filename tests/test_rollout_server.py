@@ -204,6 +204,8 @@ def test_stage_in_which_nobody_gets_its_tokens_shows_that_a_sampler_is_broken(br
     state = control(broken)[1]
     assert (state["fraction"], state["shadow"]) == (0, 0)
     assert set(clients.received) == {"answered"}
+    control(broken, {"shadow": 1})  # a run may end at evidence that is less than `check` asks for
+    Clients(broken).post([{"temperature": 1.0, "vllm_xargs": {"gumbel_sampler": "default"}}], 64, times=24)
     checked = subprocess.run([COMMAND, "check", broken.url], capture_output=True, text=True, timeout=120)
     assert re.search(r"arm shadow does NOT draw exactly.*\blaw\b", checked.stdout), checked.stdout + checked.stderr
     assert checked.returncode == 1

@@ -156,7 +156,7 @@ def preemptions(engine):
         ({"gumbel_salt": float("nan")}, "gumbel_salt must be an integer"),
         ({"gumbel_salt": float("inf")}, "gumbel_salt must be an integer"),
         ({"gumbel_salt": 2**64}, f"gumbel_salt must be an integer from -2^63 to 2^64 - 1, got {2**64}"),
-        ({"gumbel_pepper": 1}, "gumbel_pepper is not a known parameter (known: gumbel_sampler, gumbel_salt, "),
+        ({"gumbel_pepper": 1}, "gumbel_pepper is not a known parameter (known: gumbel_sampler, gumbel_rollout_key, "),
     ],
 )
 def test_bad_key_is_a_400_that_names_key_rule_and_value(server, arguments, said):

@@ -157,7 +157,7 @@ def test_what_is_seen_belongs_to_the_request_that_had_the_slot_then(config):
     for i in range(3):
         driver.add(f"later {i}", seed=5, temperature=0.3, extra_args={"gumbel_salt": 9})
     ((arrays, finish),) = told_of
-    step, _ = finish({name: values.numpy() for name, values in arrays.items()})
+    step, _, _ = finish({name: values.numpy() for name, values in arrays.items()})
     assert step.watched.tested.tolist() == [True] * 3
     assert_same(step.watched.statistics, reference(logits, params, step.tokens, step.watched.index))
 
