@@ -10,14 +10,10 @@ import logging
 import os
 from typing import Any
 
+from vllm_gumbel.rollout.client import KEY_VARIABLE, PATH
 from vllm_gumbel.rollout.state import ChangeError, Rollout, checked
 
 logger = logging.getLogger("vllm.gumbel")
-
-#: Environment variable of the server that holds the key.
-KEY_VARIABLE = "GUMBEL_ADMIN_KEY"
-
-PATH = "/gumbel/rollout"
 
 #: Seconds that the workers may take to answer; they do so between two steps.
 TIMEOUT = 60.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from vllm_gumbel.kernels.contract import Draw, Flag
+from vllm_gumbel.kernels.contract import OF_LOGITS, Draw
 from vllm_gumbel.metrics.step import Admission, Step, Watched
 
 
@@ -59,7 +59,7 @@ class Drawn:
     def put_stock(self, rows: list[int], tokens: torch.Tensor, processed: torch.Tensor | None) -> None:
         """Put what vLLM's own sampler drew in some rows in the place of what is there."""
         self.draw.tokens[rows] = tokens.cpu().numpy()
-        self.draw.flags[rows] &= np.uint8(Flag.NONFINITE | Flag.NO_CANDIDATE)  # what they say of the logits stays true
+        self.draw.flags[rows] &= OF_LOGITS  # the others are about the draw that is replaced
         self.by_stock.extend(rows)
         if self.processed is not None and processed is not None:
             self.processed[rows] = processed

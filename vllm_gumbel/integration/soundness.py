@@ -7,7 +7,7 @@ NaN, or one that parameters leave without any id, is none of ours.
 import numpy as np
 
 from vllm_gumbel.integration.drawn import Drawn
-from vllm_gumbel.kernels.contract import NO_TOKEN, Draw, Flag, Logits, is_sound, widen
+from vllm_gumbel.kernels.contract import NO_TOKEN, OF_LOGITS, Draw, Flag, Logits, is_sound, widen
 from vllm_gumbel.metrics.catalogue import AnomalyKind
 from vllm_gumbel.metrics.step import Step
 from vllm_gumbel.rollout.state import Rollout
@@ -20,7 +20,7 @@ def wrong_rows(logits: Logits, draw: Draw) -> list[tuple[int, str]]:
     """
     count, vocab = logits.shape
     wrong: list[tuple[int, str]] = []
-    for row in np.flatnonzero(draw.flags & (Flag.NONFINITE | Flag.NO_CANDIDATE)):
+    for row in np.flatnonzero(draw.flags & OF_LOGITS):
         if is_sound(widen(logits[row])):
             flag = draw.flags[row] & Flag.NO_CANDIDATE
             wrong.append((int(row), AnomalyKind.NO_CANDIDATE if flag else AnomalyKind.NONFINITE_LOGITS))
@@ -46,9 +46,7 @@ def tell(rollout: Rollout, drawn: Drawn, sent: np.ndarray | None, *, watched: bo
         return
     hard = {row: kind for row, kind in drawn.hard if ours[row]}
     for part in drawn.watched if watched else ():
-        statistics = part.statistics
-        outside = part.index[np.isposinf(statistics.surprisal) & (statistics.kept > 0)]
-        hard.update((int(row), AnomalyKind.OUTSIDE_FILTER) for row in outside if ours[row])
+        hard.update((int(row), AnomalyKind.OUTSIDE_FILTER) for row in part.index[part.outside] if ours[row])
     rollout.count(tokens, len(hard), next(iter(hard.values()), ""))
 
 
@@ -59,6 +57,5 @@ def tell_of_watched(rollout: Rollout, step: Step) -> None:
         return
     outside = 0
     if step.watched is not None:
-        mine = ~step.by_stock[step.watched.index] & (step.watched.statistics.kept > 0)
-        outside = int(np.count_nonzero(mine & np.isposinf(step.watched.statistics.surprisal)))
+        outside = int(np.count_nonzero(~step.by_stock[step.watched.index] & step.watched.outside))
     rollout.count(tokens, outside, AnomalyKind.OUTSIDE_FILTER)

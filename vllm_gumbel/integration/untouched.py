@@ -12,7 +12,7 @@ from vllm_gumbel.integration import keys
 from vllm_gumbel.integration.drawn import Drawn
 from vllm_gumbel.integration.edits import edited_by_vllm
 from vllm_gumbel.integration.rows import Rows
-from vllm_gumbel.kernels.contract import Draw, Flag, RowParams
+from vllm_gumbel.kernels.contract import OF_LOGITS, Draw, RowParams
 from vllm_gumbel.kernels.slots import as_array
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _flags(sampler: "GumbelSampler", logits: torch.Tensor) -> np.ndarray:
     )
     try:
         flags = sampler.backend.draw(as_array(logits), greedy, usable_vocab=None, processed=None).flags
-        return flags & np.uint8(Flag.NONFINITE | Flag.NO_CANDIDATE)
+        return flags & OF_LOGITS
     except Exception as error:  # whatever it is, the tokens must flow
         if sampler.recorder is not None:
             sampler.recorder.fault("recorder", error)

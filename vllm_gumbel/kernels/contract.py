@@ -40,6 +40,9 @@ class Flag(IntFlag):
     PADDED = 4  #: an id past the tokenizer's size would have won
 
 
+#: What a flag says of the logits themselves, whoever draws.
+OF_LOGITS = np.uint8(Flag.NONFINITE | Flag.NO_CANDIDATE)
+
 #: Logits of a batch: float32, float16, or uint16 that holds the bits of bfloat16, which NumPy lacks.
 Logits = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint16]
 

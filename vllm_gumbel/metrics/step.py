@@ -51,6 +51,11 @@ class Watched:
     statistics: RowStatistics
     tested: npt.NDArray[np.bool_]
 
+    @property
+    def outside(self) -> npt.NDArray[np.bool_]:
+        """Which tokens, bool [n], lie outside what the filters keep, in rows that keep any."""
+        return np.isposinf(self.statistics.surprisal) & (self.statistics.kept > 0)
+
     def take(self, which: npt.NDArray[np.bool_], index: npt.NDArray[np.int64]) -> "Watched":
         """Return those entries for which `which`, bool [n], is true, with `index` in place of theirs."""
         statistics = RowStatistics(**{f.name: getattr(self.statistics, f.name)[which] for f in fields(RowStatistics)})

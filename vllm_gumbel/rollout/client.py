@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_gumbel.rollout.web import Answer, WebError, ask
+from vllm_gumbel.rollout.web import Answer, TalkError, WebError, ask
 from vllm_gumbel.text import shorten
 
 PATH = "/gumbel/rollout"
@@ -20,16 +20,8 @@ _HINTS = {
 }
 
 
-class ControlError(Exception):
-    """The endpoint cannot be reached or refuses; the message names address and reason, and never holds the key.
-
-    Attributes:
-        passing: whether asking again may help.
-    """
-
-    def __init__(self, message: str, passing: bool = False) -> None:
-        super().__init__(message)
-        self.passing = passing
+class ControlError(TalkError):
+    """The endpoint cannot be reached or refuses; the message never holds the key."""
 
 
 @dataclass(frozen=True)

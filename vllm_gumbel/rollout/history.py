@@ -27,7 +27,7 @@ from typing import Any
 from vllm_gumbel.metrics import catalogue
 from vllm_gumbel.metrics.catalogue import PREFIX
 from vllm_gumbel.metrics.scrape import Labels, Scrape
-from vllm_gumbel.rollout.web import WebError, ask
+from vllm_gumbel.rollout.web import TalkError, WebError, ask
 from vllm_gumbel.text import shorten
 
 #: vLLM's own names, the same in 0.31, 0.32 and 0.33 (vllm/v1/metrics/loggers.py), and that of the process.
@@ -85,16 +85,8 @@ ROUNDING = 1e-9
 Points = Sequence[tuple[float, float]]
 
 
-class HistoryError(Exception):
-    """Prometheus does not say; the message names its address and the reason.
-
-    Attributes:
-        passing: whether asking again may help.
-    """
-
-    def __init__(self, message: str, passing: bool = False) -> None:
-        super().__init__(message)
-        self.passing = passing
+class HistoryError(TalkError):
+    """Prometheus does not say."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,18 @@ class WebError(Exception):
     """An address does not answer; the message names it and the reason."""
 
 
+class TalkError(Exception):
+    """Somebody who was asked does not say; the message names the address and the reason.
+
+    Attributes:
+        passing: whether asking again may help.
+    """
+
+    def __init__(self, message: str, passing: bool = False) -> None:
+        super().__init__(message)
+        self.passing = passing
+
+
 @dataclass(frozen=True)
 class Answer:
     """What came back.
