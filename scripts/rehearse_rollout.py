@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,10 +37,10 @@ def parse_arguments() -> argparse.Namespace:
     """Return the command line's choices."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sampler", default="gumbel", help="what the gumbel arm is, such as tests.broken:TooHot")
-    parser.add_argument("--stages", default="0:shadow,1,5,25,50,100")
+    parser.add_argument("--stages", default="0:shadow,25,50,100")
     parser.add_argument("--hold", default="60s")
     parser.add_argument("--clients", type=int, default=24, help="requests in flight")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens of a request")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens of a request")
     parser.add_argument("further", nargs="*", help="further arguments of `vllm-gumbel rollout run`, behind --")
     return parser.parse_args()
 
@@ -100,6 +101,7 @@ def main() -> int:
     from vllm_gumbel.default_model import prepare
 
     arguments = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped too
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (folder / "prometheus").mkdir()

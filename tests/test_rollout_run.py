@@ -1,12 +1,9 @@
 """The gate runner with a real endpoint, real counters and a real Prometheus: stages, faults, and where it ends."""
 
-import _thread
-import contextlib
 import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict, replace
 from io import StringIO
@@ -30,6 +27,8 @@ from vllm_gumbel.rollout.stages import parse_stages
 
 COMMAND = Path(sys.executable).with_name("vllm-gumbel")
 HOLD = 2.0
+#: Of a hold that something happens in: a machine too busy to scrape in time must still be in it.
+AMID = 6.0
 DEFAULT = {"default": ArmCounts(240_000.0, 30_000.0, {})}
 
 
@@ -82,24 +81,17 @@ def prepared(server, running, tmp_path):
     return lambda stages="50", **changes: Run(server, running[1].url, tmp_path, stages, **changes)
 
 
-@contextlib.contextmanager
-def meanwhile(condition, act):
-    """Do something as soon as a condition holds, in a thread."""
+def amid_a_hold(run, act):
+    """Let something happen as soon as a run has set a stage and holds it, which no clock of the test can tell."""
+    holder = run.runner._holder
+    peek = holder._peek
 
-    def wait():
-        deadline = time.monotonic() + 30
-        while not condition() and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def act_and_peek(*arguments):
+        holder._peek = peek
         act()
+        return peek(*arguments)
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
-    yield
-    thread.join()
-
-
-def after(seconds, act):
-    return lambda: (time.sleep(seconds), act())
+    holder._peek = act_and_peek
 
 
 def test_all_stages_are_passed_and_the_evidence_is_kept(server, running, tmp_path, monkeypatch, capsys):
@@ -117,7 +109,9 @@ def test_all_stages_are_passed_and_the_evidence_is_kept(server, running, tmp_pat
     assert "the server stands at fraction 1, shadow 0" in err
     found = json.loads(report.read_text())
     stages = ["baseline", "0% with shadow", "50%", "100%"]
-    assert [(look["stage"], look["outcome"]) for look in found["looks"]] == [(stage, "pass") for stage in stages]
+    outcomes = [(look["stage"], look["outcome"]) for look in found["looks"]]
+    # A machine too busy to scrape in time may need a further look; none may fail.
+    assert [each for each in outcomes if each[1] != "unknown"] == [(stage, "pass") for stage in stages]
     assert found["exit_code"] == 0
     repetition = next(each for each in found["looks"][-1]["results"] if each["gate"] == "gumbel repetition")
     assert (repetition["outcome"], "default arm 0 of" in repetition["says"]) == ("pass", True)
@@ -214,9 +208,9 @@ def test_another_process_goes_on_where_a_killed_one_was(server, running, prepare
 
 
 def test_server_that_restarts_is_set_again_and_counted_anew(server, prepared):
-    run = prepared()
-    with meanwhile(lambda: server.fraction == 0.5, after(1.2, server.restart)):
-        assert run() == 0
+    run = prepared(hold=AMID)
+    amid_a_hold(run, server.restart)
+    assert run() == 0
     assert server.changes == [(0.5, 0.0), (0.5, 0.0)]
     looks = run.report()["looks"]
     assert [look["outcome"] for look in looks] == ["unknown", "pass"]
@@ -224,41 +218,46 @@ def test_server_that_restarts_is_set_again_and_counted_anew(server, prepared):
 
 
 def test_fraction_that_somebody_else_set_is_left_there(server, prepared, monkeypatch):
-    monkeypatch.setattr(holding, "SHORTEST_PATIENCE", 0.5)
-    run = prepared(hold=4.0)
-    run.runner._holder._poll = 0.2
-    monkeypatch.setattr(holding, "LONGEST_PATIENCE", 1.5)
-    with meanwhile(lambda: server.fraction == 0.5, after(1.0, lambda: setattr(server, "fraction", 0.25))):
-        assert run() == 3
+    run = prepared(hold=AMID)
+
+    def somebody():
+        monkeypatch.setattr(holding, "LONGEST_PATIENCE", 1.5)
+        server.fraction = 0.25
+
+    amid_a_hold(run, somebody)
+    assert run() == 3
     assert "fraction 0.25, shadow 0, which this run did not set" in run.said.getvalue()
     assert "the server stands at fraction 0.25" in run.said.getvalue()
     assert server.changes == [(0.5, 0.0)]
 
 
 def test_prometheus_that_is_away_for_a_while_is_waited_for(server, prepared):
-    run = prepared()
-    url = run.history.url
+    run = prepared(hold=AMID)
+    url, say = run.history.url, run.runner._holder.say
+
+    def say_and_return(text):
+        say(text)
+        run.history.url = url
 
     def leave():
         run.history.url = "http://127.0.0.1:1"
-        time.sleep(1.2)
-        run.history.url = url
+        run.runner._holder.say = say_and_return
 
-    with meanwhile(lambda: server.fraction == 0.5, after(0.5, leave)):
-        assert run() == 0
+    amid_a_hold(run, leave)
+    assert run() == 0
     assert "nothing listens there; asking again" in run.said.getvalue()
 
 
 def test_prometheus_that_stays_away_leaves_the_fraction_where_it_is(server, prepared):
-    run = prepared(hold=1.0, give_up=1)
-    gone = after(1.0, lambda: setattr(run.history, "url", "http://127.0.0.1:1"))
-    with meanwhile(lambda: server.fraction == 0.5, gone):
-        assert run() == 3
+    run = prepared(hold=AMID, give_up=1)
+    amid_a_hold(run, lambda: setattr(run.history, "url", "http://127.0.0.1:1"))
+    assert run() == 3
     assert server.changes == [(0.5, 0.0)]
     assert "the server stands at fraction 0.5" in run.said.getvalue()
 
 
-def test_prometheus_that_does_not_know_the_server_makes_a_stage_unknown(server, prepared):
+def test_prometheus_that_does_not_know_the_server_makes_a_stage_unknown(server, prepared, monkeypatch):
+    monkeypatch.setattr(holding, "SHORTEST_PATIENCE", 1.0)
     run = prepared(hold=1.0, give_up=1)
     run.history.selector = 'job="none"'
     assert run() == 3
@@ -267,11 +266,11 @@ def test_prometheus_that_does_not_know_the_server_makes_a_stage_unknown(server, 
 
 
 def test_clock_that_goes_back_begins_the_window_anew(server, prepared, monkeypatch):
-    run, true_time = prepared(give_up=1), Prometheus.time
+    run, true_time = prepared(hold=AMID, give_up=1), Prometheus.time
     shift = {"seconds": 0.0}
     monkeypatch.setattr(run.history, "time", lambda: true_time(run.history) - shift["seconds"])
-    with meanwhile(lambda: server.fraction == 0.5, after(1.5, lambda: shift.update(seconds=100.0))):
-        assert run() == 3
+    amid_a_hold(run, lambda: shift.update(seconds=100.0))
+    assert run() == 3
     assert run.report()["looks"][0]["results"][0]["says"] == "Prometheus' clock went back"
     assert json.loads(run.keeper.path.read_text())["began"] is None
 
@@ -287,8 +286,8 @@ def interruptible():
 @pytest.mark.usefixtures("interruptible")
 def test_interrupted_run_says_where_the_fraction_stands(server, prepared):
     run = prepared(hold=30.0)
-    with meanwhile(lambda: server.fraction == 0.5, after(1.5, _thread.interrupt_main)):
-        assert run() == 130
+    amid_a_hold(run, lambda: signal.raise_signal(signal.SIGINT))
+    assert run() == 130
     assert "interrupted; the server stands at fraction 0.5" in run.said.getvalue()
     assert server.changes == [(0.5, 0.0)]
 

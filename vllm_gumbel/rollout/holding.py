@@ -20,8 +20,8 @@ from vllm_gumbel.rollout.stages import Stage, spoken
 
 #: Seconds between two looks during a hold: a twentieth of it within these.
 SOONEST, LATEST = 0.5, 15.0
-#: Seconds that Prometheus gets to show whether a server restarted: a hold within these.
-SHORTEST_PATIENCE, LONGEST_PATIENCE = 5.0, 180.0
+#: Seconds that Prometheus gets to show what was set, or that a server restarted: a hold within these.
+SHORTEST_PATIENCE, LONGEST_PATIENCE = 15.0, 180.0
 
 T = TypeVar("T")
 
@@ -60,10 +60,11 @@ class Holder:
         """Set the server, and return from when on Prometheus shows that, on its clock.
 
         Raises:
-            DisturbedError: it does not within a hold, or one of the two cannot be reached.
+            DisturbedError: it does not in time, or one of the two cannot be reached.
             ControlError, HistoryError: one of them refuses.
         """
-        deadline = time.monotonic() + self._seconds
+        patience = self._patience()
+        deadline = time.monotonic() + patience
         self._patiently(lambda: self._control.change(fraction=stage.fraction, shadow=stage.shadow), deadline)
         began = self._patiently(self._history.time, deadline)
         while True:
@@ -73,7 +74,7 @@ class Holder:
                 return began
             if time.monotonic() > deadline:
                 says = "; ".join(f"{result.gate} {result.says}" for result in shown)
-                raise DisturbedError(f"Prometheus did not show in {spoken(self._seconds)} what was set: {says}")
+                raise DisturbedError(f"Prometheus did not show in {spoken(patience)} what was set: {says}")
             time.sleep(self._poll)
 
     def hold(self, stage: Stage, began: float, holds: int, name: str, fails: Callable[[Window], bool]) -> Window:
@@ -128,12 +129,16 @@ class Holder:
         """Make sure that the server is as it was set; else it restarted, or somebody else set it."""
         if math.isclose(state.fraction, stage.fraction) and math.isclose(state.shadow, stage.shadow):
             return
-        deadline = time.monotonic() + min(LONGEST_PATIENCE, max(SHORTEST_PATIENCE, self._seconds))
+        deadline = time.monotonic() + self._patience()
         while time.monotonic() < deadline:
             self._patiently(lambda: self._window(began), deadline)
             time.sleep(self._poll)
         says = f"the server has fraction {state.fraction:g}, shadow {state.shadow:g}, which this run did not set"
         raise SomebodyElseError(f"{says}, and Prometheus shows no restart: somebody else did")
+
+    def _patience(self) -> float:
+        """Return the seconds that Prometheus gets to show something."""
+        return min(LONGEST_PATIENCE, max(SHORTEST_PATIENCE, self._seconds))
 
     def _window(self, began: float) -> Window:
         """Return the window from a time until now, of servers that did not restart in it."""
