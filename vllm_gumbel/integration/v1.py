@@ -6,7 +6,7 @@ raw logprobs before them. The draw, with its temperature and filters, is ours.
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from vllm_gumbel.integration.edits import edit, edited_rows
 from vllm_gumbel.integration.keys import Place
 from vllm_gumbel.integration.rows import RowBatch, Rows, SeedSource, detached_params
 from vllm_gumbel.integration.watch import Watch, timed
-from vllm_gumbel.kernels import dispatch
+from vllm_gumbel.kernels import dispatch, sample_reference
 from vllm_gumbel.kernels.contract import NO_TOKEN, NOISE_VERSION, Draw, Logits, RowParams
 from vllm_gumbel.kernels.slots import as_array
 from vllm_gumbel.metrics.recorder import Recorder
@@ -71,9 +71,13 @@ class GumbelSampler(Sampler):
         self._default_stop = default_stop
         self.seeds = seeds or SeedSource(seed=0, replica=0)
         self.watch = Watch(self.settings, self.backend, usable_vocab)
-        self.rollout = Rollout(self.settings)
         self._decides_alone = True
         self._discarded: Callable[[], np.ndarray] | None = None
+
+    @cached_property
+    def rollout(self) -> Rollout:
+        """Who draws what; the batch's, once the sampler is bound to a runner."""
+        return Rollout(self.settings)
 
     @classmethod
     def from_vllm_config(cls, config: "VllmConfig", **stock: Any) -> "GumbelSampler":
@@ -100,8 +104,7 @@ class GumbelSampler(Sampler):
     def input_batch(cls, config: "VllmConfig") -> Callable[..., RowBatch]:
         """Return what the runner builds in place of vLLM's `InputBatch`."""
         settings = choice.read(config.additional_config).settings
-        seeds = SeedSource(config.model_config.seed, worker.replica(config))
-        rollout = Rollout(settings)
+        seeds, rollout = SeedSource(config.model_config.seed, worker.replica(config)), Rollout(settings)
         return partial(RowBatch, seeds=seeds, default_salt=settings.salt, rules=settings.rules, rollout=rollout)
 
     @classmethod
@@ -332,8 +335,7 @@ class GumbelSampler(Sampler):
                 self.recorder.fallback("kernel", error)
             if self._decides_alone:
                 self.rollout.count(0, 1, "a draw that failed")
-            draw = dispatch.choose("reference").draw
-            return draw(logits, params, usable_vocab=self._usable_vocab, processed=processed)
+            return sample_reference.draw(logits, params, usable_vocab=self._usable_vocab, processed=processed)
 
     def draw_stock(
         self, drawn: Drawn, logits: torch.Tensor, metadata: SamplingMetadata, where: Sequence[Place]
@@ -363,8 +365,7 @@ class GumbelSampler(Sampler):
         """
         admitted = rows.take_admitted()
         if self._discarded is not None:
-            kept = ~self._discarded()
-            kept = kept if request is None else kept[request]
+            kept = ~self._discarded()[slice(None) if request is None else request]
             sent = kept if sent is None else kept & sent
         soundness.tell(self.rollout, drawn, sent, watched=self._decides_alone)
         if self.recorder is None:
