@@ -4,6 +4,7 @@ vLLM loads it only if `VLLM_PLUGINS` names `vllm_gumbel_rollout`. vLLM's `--api-
 have a key of their own: the environment variable `GUMBEL_ADMIN_KEY` of the server. Without it they answer 403.
 """
 
+import asyncio
 import hmac
 import json
 import logging
@@ -17,6 +18,8 @@ logger = logging.getLogger("vllm.gumbel")
 
 #: Seconds that the workers may take to answer; they do so between two steps.
 TIMEOUT = 60.0
+#: Seconds between two looks whether the engine is still there.
+LOOK = 0.5
 
 #: Bytes of a request at most.
 LARGEST_BODY = 4096
@@ -77,9 +80,20 @@ def in_worker(runner: Any, change: str | None = None) -> dict[str, Any]:
 
 
 async def _ask(engine: Any, change: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the state after a change that all workers made."""
+    """Return the state after a change that all workers made.
+
+    vLLM leaves a call unanswered for ever whose engine dies meanwhile, so that is looked for here.
+    """
     arguments = () if change is None else (json.dumps(change),)
-    states: list[dict[str, Any]] = await engine.collective_rpc("gumbel_rollout", timeout=TIMEOUT, args=arguments)
+    call = asyncio.ensure_future(engine.collective_rpc("gumbel_rollout", timeout=TIMEOUT, args=arguments))
+    try:
+        async with asyncio.timeout(TIMEOUT + 10):
+            while not (await asyncio.wait({call}, timeout=LOOK))[0]:
+                if engine.errored:
+                    raise engine.dead_error
+    finally:
+        call.cancel()
+    states: list[dict[str, Any]] = call.result()
     opened = [state for state in states if state["breaker"]["open"]]
     return {**(opened or states)[0], "workers": len(states)}
 
