@@ -158,21 +158,13 @@ def sampling(asked: dict[str, Any], tokens: int, **others: Any) -> Any:
 
 def measures_of_text(completions: list[Any]) -> dict[str, float]:
     """Return the measures that need nothing but the generated tokens and their log-probabilities."""
-    from vllm_gumbel.kernels.loops import continuations
+    from vllm_gumbel.evaluate.measures import of_tokens
 
-    texts = [list(completion.token_ids) for completion in completions]
-    measures = {"mean_logprob": float(np.mean([each.cumulative_logprob / len(each.token_ids) for each in completions]))}
-    for n in (1, 2, 3):
-        shares = [len(set(zip(*(text[i:] for i in range(n)), strict=False))) / (len(text) - n + 1) for text in texts]
-        measures[f"distinct_{n}"] = float(np.mean(shares))
-    looping = [[continuations(text[:end]) for end in range(1, len(text) + 1)] for text in texts]
-    measures["loop_rate"] = float(np.mean([any(each) for each in looping]))
-    continued = [
-        [token in found for found, token in zip(each, text[1:], strict=False)]
-        for each, text in zip(looping, texts, strict=True)
+    found = [
+        {"mean_logprob": each.cumulative_logprob / len(each.token_ids), **of_tokens(list(each.token_ids))}
+        for each in completions
     ]
-    measures["loop_share"] = float(np.mean([sum(each) / max(len(each), 1) for each in continued]))
-    return measures
+    return {name: float(np.mean([each[name] for each in found])) for name in found[0]}
 
 
 def texts(llm: Any, prompts: list[str], tokens: int, names: list[str]) -> dict[str, dict[str, float]]:

@@ -20,6 +20,8 @@ os.environ.update(VLLM_LOGGING_LEVEL="INFO", GOMP_SPINCOUNT="0")
 #: Modules that start servers or engines. Two of them at once would only wait for each other, while most others need one
 #: CPU: so `scripts/test` runs these in one process, and all others in a second one at the same time.
 ENGINES = (
+    "evaluate_compare_engine",
+    "evaluate_verify_engine",
     "faults",
     "keys_engine",
     "keys_metrics",

@@ -5,6 +5,7 @@ The batch and its requests are vLLM's own classes, driven as its model runner dr
 
 import random
 from dataclasses import fields
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ def make_batch(kind=RowBatch, *, rows=8, vocabulary=VOCABULARY, processors=None,
     """Return an empty batch; `keywords` are those of its class beyond the sizes."""
     if issubclass(kind, RowBatch):
         keywords = {"seeds": SeedSource(0, 0), "default_salt": 0, **keywords}
+    if "kernel_block_sizes" in signature(InputBatch.__init__).parameters:  # vLLM 0.31
+        keywords["kernel_block_sizes"] = [16]
     return kind(
         max_num_reqs=rows,
         max_model_len=LENGTH,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -218,20 +219,6 @@ def run_glitch(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the subcommands of `vllm-gumbel rollout`."""
-    from vllm_gumbel.rollout import command
-
-    command.add_arguments(parser)
-
-
-def run_rollout(arguments: argparse.Namespace) -> int:
-    """Reads, sets or walks a server's rollout."""
-    from vllm_gumbel.rollout import command
-
-    return command.run(arguments)
-
-
 def _value(text: str) -> object:
     """Returns what a value on the command line is in JSON; a word stays a word."""
     try:
@@ -246,6 +233,18 @@ class Command(NamedTuple):
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+def in_module(summary: str, module: str) -> Command:
+    """Returns a subcommand whose options and work stand in a module of their own, loaded when they are needed."""
+
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        importlib.import_module(module).add_arguments(parser)
+
+    def run(arguments: argparse.Namespace) -> int:
+        return int(importlib.import_module(module).run(arguments))
+
+    return Command(summary, add_arguments, run)
 
 
 COMMANDS = {
@@ -269,10 +268,27 @@ COMMANDS = {
         "say whether a running server draws exactly, from what it has counted", add_check_arguments, run_check
     ),
     "top": Command("show live what a running server draws, and how exactly", add_top_arguments, run_top),
-    "rollout": Command(
+    "rollout": in_module(
         "read and set which share of the requests a server's gumbel arm gets, by hand or in judged stages",
-        add_rollout_arguments,
-        run_rollout,
+        "vllm_gumbel.rollout.command",
+    ),
+    "compare": in_module(
+        "ask two deployments the same with the same luck, and say what differs, with paired statistics",
+        "vllm_gumbel.evaluate.compare_command",
+    ),
+    "verify": in_module(
+        "say whether recorded texts were drawn by a model with the seed and parameters that they claim",
+        "vllm_gumbel.evaluate.verify_command",
+    ),
+    "replay": in_module(
+        "write a recorded text again with the same noise and other parameters", "vllm_gumbel.evaluate.replay_command"
+    ),
+    "noise": in_module(
+        "print the noise of a token, or the known answers of its specification", "vllm_gumbel.evaluate.noise_command"
+    ),
+    "report": in_module(
+        "write one page that shows a comparison, a verification, a rollout, a knob study or a live server",
+        "vllm_gumbel.evaluate.report_command",
     ),
     "glitch": Command("print which ids of a model are glitch tokens", add_glitch_arguments, run_glitch),
     "settings": Command(

@@ -1,0 +1,1 @@
+"""What a keyed sampler makes possible: comparing, verifying and replaying generated texts."""
