@@ -287,21 +287,18 @@ def test_interrupted_run_keeps_what_has_come(tmp_path, prompts, pair, number):
     for side in pair:
         side.seconds = 0.05
     out = tmp_path / "out"
-    flags = [
-        "--baseline",
-        pair[0].url,
-        "--candidate",
-        pair[1].url,
-        "--out",
-        out,
-        "--prompts",
-        prompts,
-        "--concurrency",
-        1,
-    ]
+    flags = ["--baseline", pair[0].url, "--candidate", pair[1].url, "--out", out]
+    flags += ["--prompts", prompts, "--concurrency", 1]
     code = "import sys; from vllm_gumbel.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "compare", *map(str, flags), "--tokens", "24"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+    )
     path = out / "candidate.jsonl"
     while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < 3):
         time.sleep(0.01)

@@ -111,7 +111,7 @@ def _table(one: Verified, tokenizer: Any, redact: bool) -> Table:
         match = "yes" if look.match else "no" if look.kept else "no: filtered out"
         if place == decided:
             match += "  <- certain"
-        margin = "" if look.margin is None else f"{look.margin:.3f}"
+        margin = "" if look.margin is None else "alone" if look.margin == float("inf") else f"{look.margin:.3f}"
         cells = (str(place), text, match, margin, str(look.rank), f"{look.probability:.3g}")
         table.add_row(*(Text(cell) for cell in cells), style=None if look.match else "red")
     return table
