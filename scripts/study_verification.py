@@ -126,18 +126,18 @@ def records_of(kind: str, folder: Path) -> Path:
 
 def texts(kind: str, model: Path, arguments: argparse.Namespace) -> Iterator[Record]:
     """Yield the records of one kind as they are verified."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
     honest = list(read(records_of("honest" if kind in MADE else kind, arguments.folder)))[: arguments.outputs]
     for record in honest:
         if kind == "another seed":
             record = record.model_copy(update={"params": {**record.params, "seed": record.params["seed"] + 5_000_000}})
-        yield record if kind != "one word edited" else edited(record, model)
+        yield record if kind != "one word edited" else edited(record, tokenizer)
 
 
-def edited(record: Record, model: Path) -> Record:
+def edited(record: Record, tokenizer: Any) -> Record:
     """Return a record with one word near its middle changed for another of as many tokens, the hardest edit to see."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
     words = [ids[0] for word in (" red", " small", " people", " never") if len(ids := tokenizer.encode(word)) == 1]
     ids = list(record.output_token_ids or [])
     order = sorted(range(len(ids)), key=lambda place: abs(place - len(ids) // 2))

@@ -1,5 +1,6 @@
 """Rows for the tests of the draw: how to make them, and how to draw one."""
 
+import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import numpy.typing as npt
 
 from vllm_gumbel.kernels import sample_reference
 from vllm_gumbel.kernels.contract import Flag, RowParams
+from vllm_gumbel.rollout.state import Rollout
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -67,3 +69,13 @@ def random_params(rng: np.random.Generator, rows: int, vocabulary: int) -> RowPa
         position=rng.integers(0, 2**40, rows),
         salt=choose(0, rng.integers(0, 2**62, rows)).astype(np.uint64),
     )
+
+
+def turn(rollout: Rollout, rng: random.Random) -> None:
+    """Change a rollout at random, or open or close its breaker."""
+    if rollout.breaker.is_open:
+        rollout.change({"breaker": "close"})
+    elif rng.random() < 0.25:
+        rollout.breaker.open("a walk")
+    else:
+        rollout.change({"fraction": rng.choice([0, 1]), "shadow": rng.choice([0, 1])})

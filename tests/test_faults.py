@@ -85,7 +85,9 @@ def test_worker_killed_amid_draws_and_changes(start):
         for number in range(8):
             body = {"prompt": f"Story {number}:", "max_tokens": 64, "ignore_eos": True}
             requests.start(lambda body=body: server.complete(**body).status_code)
+        deadline = time.monotonic() + 3 * PATIENCE
         while changes.answers[200] < 5 or requests.answers[200] < 8:
+            assert time.monotonic() < deadline, f"no answers: {changes.answers}, {requests.answers}"
             time.sleep(0.1)
         (worker,) = workers(server.process.pid)
         os.kill(worker, signal.SIGKILL)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rows import turn
 from tests.test_rows import LENGTH, VOCABULARY, append, make_batch, make_request, parameters
 from vllm_gumbel import SamplerSettings
 from vllm_gumbel.integration.rows import RowBatch, SeedSource
@@ -166,13 +167,7 @@ class Table:
             self.forget(name)
 
     def turn(self):
-        """Change the rollout, or open or close its breaker."""
-        if self.rollout.breaker.is_open:
-            self.rollout.change({"breaker": "close"})
-        elif self.random.random() < 0.25:
-            self.rollout.breaker.open("a walk")
-        else:
-            self.rollout.change({"fraction": self.random.choice([0, 1]), "shadow": self.random.choice([0, 1])})
+        turn(self.rollout, self.random)
 
     def swap(self):
         if self.batch.num_reqs > 1:

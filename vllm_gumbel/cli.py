@@ -9,12 +9,13 @@ import argparse
 import contextlib
 import importlib
 import importlib.metadata
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from vllm_gumbel.arguments import chance, json_or_word
 
 
 def add_no_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +81,9 @@ def run_explain(arguments: argparse.Namespace) -> int:
     from vllm_gumbel.default_model import ModelUnavailable, prepare
     from vllm_gumbel.params import GumbelParams, ParamsError
 
-    given = {key: _value(text) for key in GumbelParams.model_fields if (text := getattr(arguments, key)) is not None}
+    given = {
+        key: json_or_word(text) for key in GumbelParams.model_fields if (text := getattr(arguments, key)) is not None
+    }
     try:
         keys = GumbelParams.from_extra_args(given, arguments.temperature)
         setting = explain.Setting(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p, keys)
@@ -143,7 +146,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--since-start", action="store_true", help="with these, judge everything since the start still")
     parser.add_argument(
         "--alpha",
-        type=_chance,
+        type=chance,
         default=1e-6,
         help="chance that an exact server is called not exact, tests, arms and looks together (look k of --watch gets "
         "1 / (k (k + 1)) of it); default 1e-6",
@@ -198,13 +201,6 @@ def _positive(text: str) -> float:
     return value
 
 
-def _chance(text: str) -> float:
-    """Returns a number between 0 and 1, excluded."""
-    if not 1e-100 <= (value := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be a chance above 0 (1e-100 at least) and below 1, got {text}")
-    return value
-
-
 def add_glitch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds whose glitch tokens are wanted, and how they are printed."""
     parser.add_argument("model", nargs="?", help="folder of a model; default: that of `vllm-gumbel model`")
@@ -217,14 +213,6 @@ def run_glitch(arguments: argparse.Namespace) -> int:
     from vllm_gumbel.glitch_report import run
 
     return run(arguments)
-
-
-def _value(text: str) -> object:
-    """Returns what a value on the command line is in JSON; a word stays a word."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 class Command(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from tests.rows import turn
 from tests.v2.building import Driver
 from vllm_gumbel.integration.rows import SeedSource
 from vllm_gumbel.integration.slots import SlotStates
@@ -117,13 +118,7 @@ class Table:
             del self.requests[name]
 
     def turn(self):
-        """Change the rollout, or open or close its breaker."""
-        if self.rollout.breaker.is_open:
-            self.rollout.change({"breaker": "close"})
-        elif self.random.random() < 0.25:
-            self.rollout.breaker.open("a walk")
-        else:
-            self.rollout.change({"fraction": self.random.choice([0, 1]), "shadow": self.random.choice([0, 1])})
+        turn(self.rollout, self.random)
 
     def generate(self):
         """Let every request have another token; one that waits comes back with it in what is fed."""

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import shlex
 import signal
 import sys
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_gumbel.arguments import json_or_word
 from vllm_gumbel.evaluate.prompts import TASKS, Prompt, PromptError, built_in, digest, read
 from vllm_gumbel.evaluate.records import RecordError
 from vllm_gumbel.metrics.scrape import ScrapeError
@@ -193,10 +193,7 @@ def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         raise argparse.ArgumentTypeError(f"must be KEY=VALUE, got {text}")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    return key, json_or_word(value)
 
 
 def _within(least: float, most: float, kind: type, text: str) -> Any:

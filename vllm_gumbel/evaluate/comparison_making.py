@@ -18,11 +18,11 @@ from vllm_gumbel.evaluate import coherence, comparison, measures
 from vllm_gumbel.evaluate.client import Endpoint, Patience
 from vllm_gumbel.evaluate.client_probe import Side, coupling, look, same_machine
 from vllm_gumbel.evaluate.client_server import serving
-from vllm_gumbel.evaluate.comparison_question import ROLES, Question, QuestionError, answers, rewrite
+from vllm_gumbel.evaluate.comparison_question import ROLES, Question, QuestionError, answers
 from vllm_gumbel.evaluate.comparison_run import Progress, ask_all
 from vllm_gumbel.evaluate.comparison_table import plain_console, show
 from vllm_gumbel.evaluate.prompts import Prompt
-from vllm_gumbel.evaluate.records import Record, write_json
+from vllm_gumbel.evaluate.records import Record, rewrite, write_json
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 #: Attempts to find out what a side is: a wrong address should show at once.

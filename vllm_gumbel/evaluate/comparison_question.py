@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_gumbel.evaluate.client_probe import Side
 from vllm_gumbel.evaluate.prompts import Prompt
-from vllm_gumbel.evaluate.records import Record, RecordError, read, write_json
+from vllm_gumbel.evaluate.records import Record, read, write_json
 
 ROLES = ("baseline", "candidate")
 
@@ -133,23 +133,6 @@ def answers(folder: Path) -> dict[str, dict[str, Record]]:
     """
     paths = {role: folder / f"{role}.jsonl" for role in ROLES}
     return {role: {record.id: record for record in read(path)} if path.exists() else {} for role, path in paths.items()}
-
-
-def rewrite(path: Path, records: list[Record]) -> None:
-    """Put other records in place of a file's, all at once.
-
-    Raises:
-        RecordError: the file cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    lines = [json.dumps(each.model_dump(exclude_defaults=True), allow_nan=False) + "\n" for each in records]
-    try:
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.writelines(lines)
-        partial.replace(path)
-    except OSError as error:
-        raise RecordError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _check(path: Path, asked: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ import numpy.typing as npt
 
 from vllm_gumbel.evaluate.likelihood_row import Law
 from vllm_gumbel.evaluate.replayed import Claim
+from vllm_gumbel.rollout.exact import binomial_tail
 
 Values = npt.NDArray[np.float64]
 
@@ -132,7 +133,7 @@ def judge(chances: Values, tried: Sequence[Law], alpha: float) -> Judgement:
     if not len(chances):
         return Judgement(UNDECIDED, "the text has no tokens", 0.0, 0.0, None, ())
     along = np.cumsum(np.log(np.maximum(chances, 1e-300)), axis=0)
-    against = _log_sum(along[:, 1:] - along[:, :1] + np.log(_weights_of(tried[1:])))
+    against = np.logaddexp.reduce(along[:, 1:] - along[:, :1] + np.log(_weights_of(tried[1:])), axis=-1)
     favour = along[:, 0] - along[:, 1]
     limit = -math.log(alpha)
     better = _best_of_families(along[-1], tried)
@@ -189,7 +190,9 @@ def of_many(judgements: Iterable[Judgement], alpha: float) -> Totals:
         for key, ratio in text.ratios.items():
             ratios[key] = ratios.get(key, 0.0) + ratio
         if ratios:
-            against = max(against, float(_log_sum(np.array(list(ratios.values())) + np.log(shares(list(ratios))))))
+            against = max(
+                against, float(np.logaddexp.reduce(np.array(list(ratios.values())) + np.log(shares(list(ratios)))))
+            )
     favour = sum(text.evidence_for for text in texts)
     verdict = UNDECIDED
     words = "together the texts say too little"
@@ -198,7 +201,7 @@ def of_many(judgements: Iterable[Judgement], alpha: float) -> Totals:
         verdict, words = DIFFERS, f"{best[1]} explains them 10^{ratios[best] / math.log(10):.0f} times better"
     elif favour >= -math.log10(alpha):
         verdict, words = MATCHES, "together the texts are the claim's"
-    chance = _chance_of_at_least(differ, judged, alpha)
+    chance = binomial_tail(differ, judged, alpha)
     return Totals(judged, differ, judged * alpha, chance, verdict, words, against / math.log(10), favour)
 
 
@@ -297,22 +300,3 @@ def _edited_at(chances: Values, tried: Sequence[Law]) -> int:
     gain = np.log(chances[:, place]) - np.log(chances[:, 0])
     strange = np.flatnonzero(gain > math.log(tried[place].strange / EPS / 2))
     return int(strange[0]) if len(strange) else int(np.argmax(gain))
-
-
-def _log_sum(logs: Values) -> Values:
-    """Return the logarithm of the sum of exponentials along the last axis."""
-    largest = logs.max(axis=-1, keepdims=True)
-    summed: Values = largest[..., 0] + np.log(np.exp(logs - largest).sum(axis=-1))
-    return summed
-
-
-def _chance_of_at_least(count: int, of: int, rate: float) -> float:
-    """Return P(X >= count) for X binomial: the tail is added up, which loses no digits where it is small."""
-    if count == 0:
-        return 1.0
-    logs = [_log_choose(of, k) + k * math.log(rate) + (of - k) * math.log1p(-rate) for k in range(count, of + 1)]
-    return min(1.0, math.fsum(math.exp(each) for each in logs))
-
-
-def _log_choose(of: int, count: int) -> float:
-    return math.lgamma(of + 1) - math.lgamma(count + 1) - math.lgamma(of - count + 1)

@@ -4,7 +4,6 @@ A page holds everything it needs and asks for nothing: no script, no address tha
 forbids what might ever slip in. Everything that comes from data is escaped by the template; only drawings are markup.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -188,20 +187,3 @@ def render(page: Page) -> str:
     )
     style = Markup((FOLDER / "page.css").read_text())
     return environment.get_template("page.html.jinja").render(page=page, style=style)
-
-
-def write(path: Path, html: str) -> None:
-    """Write a page all at once, readable by its owner only.
-
-    Raises:
-        PageError: it cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(html)
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise PageError(f"{path} cannot be written: {error.strerror}") from error

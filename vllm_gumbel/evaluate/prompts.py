@@ -12,6 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_gumbel.evaluate.records import first_error
+
 FOLDER = Path(__file__).parent / "prompts"
 
 #: The built-in sets, twelve prompts each.
@@ -114,8 +116,7 @@ def _parsed(line: str, number: int, where: str) -> Prompt:
     try:
         prompt = Prompt.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise PromptError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise PromptError(f"{where}: {': '.join(first_error(error))}") from None
     if (prompt.prompt is None) == (prompt.messages is None):
         raise PromptError(f"{where}: must have `prompt` or `messages`, and not both")
     return prompt

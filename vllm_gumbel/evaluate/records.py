@@ -4,10 +4,11 @@ A line is written and flushed as soon as its text has come, so that a run that i
 left of the last line of such a run is dropped when the file is read; a line broken elsewhere is an error.
 """
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -105,8 +106,7 @@ class Records:
         Raises:
             RecordError: there is no room, or the file has become unwritable.
         """
-        line = json.dumps(record.model_dump(exclude_defaults=True), ensure_ascii=True, allow_nan=False)
-        left, begin = memoryview(line.encode() + b"\n"), self._file.tell()
+        left, begin = memoryview(_line(record).encode()), self._file.tell()
         try:
             while left:
                 left = left[self._file.write(left) :]
@@ -158,15 +158,44 @@ def write_json(path: Path, content: Any) -> None:
     Raises:
         RecordError: the file cannot be written.
     """
+    write_whole(path, json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+
+
+def rewrite(path: Path, records: Iterable[Record]) -> None:
+    """Put other records in place of a file's, all at once.
+
+    Raises:
+        RecordError: the file cannot be written.
+    """
+    write_whole(path, "".join(map(_line, records)))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file all at once, readable by its owner only.
+
+    Raises:
+        RecordError: it cannot be written; what was there before stays.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(_finite(content), file, indent=1, allow_nan=False)
-            file.write("\n")
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise RecordError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def first_error(error: ValidationError) -> tuple[str, str]:
+    """Return the first field that is wrong, empty for the whole, and what is wrong with it."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ".".join(map(str, first["loc"])), first["msg"]
+
+
+def _line(record: Record) -> str:
+    return json.dumps(record.model_dump(exclude_defaults=True), allow_nan=False) + "\n"
 
 
 def _finite(content: Any) -> Any:
@@ -187,9 +216,8 @@ def _length_of_whole_lines(content: bytes) -> int:
 def _why(error: Exception) -> str:
     """Return what is wrong with a line."""
     if isinstance(error, ValidationError):
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the record"
-        return f"{field}: {first['msg']}"
+        field, rule = first_error(error)
+        return f"{field or 'the record'}: {rule}"
     if isinstance(error, json.JSONDecodeError):
         return f"no JSON ({error.msg} at column {error.colno})"
     return "nested too deeply" if isinstance(error, RecursionError) else f"no text in UTF-8 ({error})"

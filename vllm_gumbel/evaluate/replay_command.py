@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_gumbel.arguments import count, json_or_word
 from vllm_gumbel.evaluate import verify_command
 from vllm_gumbel.evaluate.records import Record, RecordError, read
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", type=_setting, help="a parameter; may be repeated"
     )
-    parser.add_argument("--tokens", type=_count, help="longest text; default: the request's max_tokens, or its length")
+    parser.add_argument("--tokens", type=count, help="longest text; default: the request's max_tokens, or its length")
     parser.add_argument("--no-check", dest="check", action="store_false", help="leave the record's own check out")
     verify_command.add_model(parser)
 
@@ -68,7 +69,7 @@ def _check(own: Any, network: Any) -> bool:
     from vllm_gumbel.evaluate.likelihood import DIFFERS as OTHERS
     from vllm_gumbel.evaluate.likelihood_text import verified
 
-    _, tolerance = verify_command.tolerance_of(network, argparse.Namespace())
+    _, tolerance = verify_command.tolerance_of(network)
     one = verified(own.record, network, tolerance, 1e-3)
     strays = [place for place, look in enumerate(one.looks) if not look.match]
     if not strays:
@@ -113,16 +114,7 @@ def _chosen(records: Sequence[Record], name: str | None) -> Record:
 
 def _setting(text: str) -> tuple[str, Any]:
     """Return name and value of a parameter; the value is JSON's, or a word."""
-    from vllm_gumbel.cli import _value
-
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text}")
-    return name.replace("-", "_"), _value(value)
-
-
-def _count(text: str) -> int:
-    """Return a whole number, at least 1."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+    return name.replace("-", "_"), json_or_word(value)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from vllm_gumbel.evaluate.likelihood_text import Readable
 from vllm_gumbel.evaluate.logits import Network
+from vllm_gumbel.evaluate.paired import first_divergence
 from vllm_gumbel.evaluate.replayed import drawn, edited
 from vllm_gumbel.kernels.contract import NO_TOKEN
 
@@ -43,7 +44,5 @@ def written(text: Readable, network: Network, most: int) -> Iterator[int]:
 
 def first_difference(first: Sequence[int], second: Sequence[int]) -> int | None:
     """Return the index at which two texts part, None if they are equal."""
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return place
-    return None if len(first) == len(second) else min(len(first), len(second))
+    found = first_divergence(first, second, ended_by_length=False)
+    return found.equal if found.parted else None

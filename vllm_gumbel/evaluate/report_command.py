@@ -5,7 +5,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_gumbel.evaluate.page import Page, PageError, render, write
+from vllm_gumbel.evaluate.page import Page, PageError, render
+from vllm_gumbel.evaluate.records import RecordError, write_whole
 from vllm_gumbel.evaluate.report_shapes import Comparison, Rollout, Shape, Study, Verification
 from vllm_gumbel.evaluate.report_source import SourceError, load
 from vllm_gumbel.evaluate.words import clean
@@ -42,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         page = page_of(content)
         if arguments.title is not None:
             page = replace(page, title=clean(arguments.title))
-        write(arguments.out, render(page))
-    except (SourceError, PageError) as error:
+        write_whole(arguments.out, render(page))
+    except (SourceError, PageError, RecordError) as error:
         print(f"vllm-gumbel report: {error}", file=sys.stderr)
         return CANNOT
     print(arguments.out)

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vllm_gumbel.evaluate.records import first_error
 from vllm_gumbel.evaluate.report_shapes import Comparison, Rollout, Shape, Study, Verification
 from vllm_gumbel.evaluate.words import clean
 from vllm_gumbel.metrics.scrape import Scrape, ScrapeError, fetch
@@ -86,9 +87,8 @@ def _of_file(path: Path) -> Shape:
     try:
         return shape.model_validate(content)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        field = ".".join(map(str, first["loc"])) or "the whole"
-        raise SourceError(f"{path}, field {clean(field)}: {first['msg']}") from None
+        field, rule = first_error(error)
+        raise SourceError(f"{path}, field {clean(field or 'the whole')}: {rule}") from None
 
 
 def _shape(content: Any) -> type[Shape] | None:

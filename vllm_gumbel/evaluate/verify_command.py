@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vllm_gumbel.arguments import chance
 from vllm_gumbel.evaluate import likelihood
 from vllm_gumbel.evaluate.records import Record, RecordError, read, write_json
 from vllm_gumbel.evaluate.verify_command_table import as_json, lines, summary
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + ", ".join(f"{name} {value:g}" for name, value in likelihood.TOLERANCES.items()),
     )
     parser.add_argument(
-        "--alpha", type=_chance, default=1e-3, help="chance of a false alarm, for each text; default 0.001"
+        "--alpha", type=chance, default=1e-3, help="chance of a false alarm, for each text; default 0.001"
     )
     parser.add_argument("--fp64-gumbel", action="store_true", help="for `noise: stock`: server with use_fp64_gumbel")
     parser.add_argument("--per-token", action="store_true", help="print every token")
@@ -100,12 +101,11 @@ def load(arguments: argparse.Namespace) -> Any:
         raise ModelError(str(error)) from None
 
 
-def tolerance_of(network: Any, arguments: argparse.Namespace) -> tuple[str, float]:
-    """Return the server's precision, and the tolerance that the coarser of the two asks for."""
-    server = getattr(arguments, "server_precision", None) or network.own_precision
+def tolerance_of(network: Any, server: str | None = None) -> tuple[str, float]:
+    """Return the server's precision, that of the weights if none is given, and what the coarser of both tolerates."""
+    server = server or network.own_precision
     server = server if server in likelihood.TOLERANCES else "float32"
-    coarser = max(likelihood.TOLERANCES[server], likelihood.TOLERANCES[network.precision])
-    return server, getattr(arguments, "tolerance", None) or coarser
+    return server, max(likelihood.TOLERANCES[server], likelihood.TOLERANCES[network.precision])
 
 
 def progress(console: Console) -> Progress:
@@ -117,7 +117,8 @@ def progress(console: Console) -> Progress:
 def _verify(records: Sequence[Record], network: Any, arguments: argparse.Namespace, trouble: str) -> int:
     from vllm_gumbel.evaluate.likelihood_text import verified
 
-    server, tolerance = tolerance_of(network, arguments)
+    server, coarser = tolerance_of(network, arguments.server_precision)
+    tolerance = arguments.tolerance or coarser
     console, found, interrupted = _console(), [], False
     try:
         with progress(Console(stderr=True)) as bar:
@@ -190,11 +191,4 @@ def _tolerance(text: str) -> float:
     """Return a number above 0 and at most 10."""
     if not 1e-6 <= (value := float(text)) <= 10:
         raise argparse.ArgumentTypeError(f"must be a number from 1e-6 to 10, got {text}")
-    return value
-
-
-def _chance(text: str) -> float:
-    """Return a number between 0 and 1, excluded."""
-    if not 1e-100 <= (value := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be a chance above 0 (1e-100 at least) and below 1, got {text}")
     return value

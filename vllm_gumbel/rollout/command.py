@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from vllm_gumbel.arguments import count
 from vllm_gumbel.metrics import catalogue
 from vllm_gumbel.metrics.catalogue import GUMBEL, SHADOW
 from vllm_gumbel.metrics.scrape import ScrapeError
@@ -87,7 +88,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hold", type=_checked(parse_duration), default=600.0, help="of a stage; default 10m")
     parser.add_argument("--state", type=Path, help="file that keeps how far it is, so that a second start continues")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and what the gates say; change nothing")
-    parser.add_argument("--give-up", type=_count, default=6, help="unknown looks of a stage that end it; default 6")
+    parser.add_argument("--give-up", type=count, default=6, help="unknown looks of a stage that end it; default 6")
     parser.add_argument("--on-unknown", choices=["hold", "back"], default="hold", help="what is done then")
     _add_gates(parser)
     parser.set_defaults(act=_run)
@@ -247,11 +248,4 @@ def _ratio(text: str) -> float:
     """Return a number above 0."""
     if not 0 < (value := float(text)) < 1e6:
         raise argparse.ArgumentTypeError(f"must be above 0 and below a million, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    """Return a whole number, at least 1."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
