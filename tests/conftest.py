@@ -29,6 +29,7 @@ ENGINES = (
     "metrics",
     "observability",
     "rollout_server",
+    "security_server",
     "server",
     "speculative",
     "startup",

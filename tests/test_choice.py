@@ -238,25 +238,6 @@ def test_register_wraps_once():
     assert [owner.__dict__[name] for owner, name in owners] == before
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.31.2", "0.32.0+cpu", "0.32.1rc1", "0.33.1", "0.33", "0.33.0.dev5+g1"])
-def test_supported_version_is_accepted(version):
-    compat.require_supported_version(version)
-
-
-@pytest.mark.parametrize(
-    "version", ["0.30.2", "0.34.0", "1.31.0", "0.3.1", "31", "0", "garbage", "x.y", "0.x", "v0.32.0"]
-)
-def test_other_version_is_refused_with_the_range(version):
-    with pytest.raises(compat.UnsupportedError) as refused:
-        compat.require_supported_version(version)
-    assert f"supports vLLM 0.31 to 0.33, found {version}:" in str(refused.value)
-
-
-def test_installed_version_is_supported():
-    compat.require_supported_version()
-    assert compat.vllm_version().startswith("0.3")
-
-
 SUPPORTED = {
     "use_v2_model_runner": False,
     "speculative_config": None,
@@ -264,7 +245,11 @@ SUPPORTED = {
     "reasoning_config": SimpleNamespace(enabled=True),
     "watermark_config": None,
 }
-DRAFTS = {"speculative_config": object(), "scheduler_config": SimpleNamespace(async_scheduling=False)}
+DRAFTS = {
+    "speculative_config": SimpleNamespace(rejection_sample_method="standard"),
+    "scheduler_config": SimpleNamespace(async_scheduling=False),
+}
+SYNTHETIC = {**DRAFTS, "speculative_config": SimpleNamespace(rejection_sample_method="synthetic")}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +260,10 @@ DRAFTS = {"speculative_config": object(), "scheduler_config": SimpleNamespace(as
         ({"watermark_config": object(), "use_v2_model_runner": True}, "remove the watermark configuration"),
         ({"speculative_config": object()}, "together with asynchronous scheduling"),
         (DRAFTS, "together with a thinking budget"),
+        (
+            {**SYNTHETIC, "reasoning_config": None},
+            "rejection_sample_method 'synthetic' says how to reject them: remove",
+        ),
     ],
 )
 def test_unsupported_feature_is_refused_with_the_way_out(changed, said):

@@ -23,6 +23,7 @@ SOURCES = {
     ),
     "noise": ("own", ("stock", "stock"), "own"),
     "verification": ("exact", ("rejection", "rejection"), "exact"),
+    "on_unsupported_vllm": ("refuse", ("stock", "stock"), "refuse"),
     "metrics": (True, ("false", False), True),
     "metrics_address": (None, ("0.0.0.0:9100", "0.0.0.0:9100"), "127.0.0.1:9200"),
     "watch": (0.125, ("0.5", 0.5), 0),

@@ -102,6 +102,11 @@ class SamplerSettings(BaseSettings):
         "with runner V2 only, is vLLM's way, which accepts more drafts of drafters that sample and keeps the law, not "
         "the tokens.",
     )
+    on_unsupported_vllm: Literal["refuse", "stock"] = Field(
+        "refuse",
+        description="What a server does under a version of vLLM that this package does not support: `refuse` to start, "
+        "or let vLLM's own sampler (`stock`) draw, with a warning in the log.",
+    )
     metrics: bool = Field(True, description="Whether the worker counts what it draws; false switches off all below.")
     metrics_address: str | None = Field(
         None,

@@ -74,13 +74,10 @@ class Table:
             "output": [],
             "fallback": fallback,
         }
-        self.enter(name)
+        self.enter(name, new=True)
 
-    def enter(self, name):
-        """Give a request a slot, and a seed if it brings none: each time, since V2 keeps nothing of it elsewhere.
-
-        One that comes back without having generated anything looks new.
-        """
+    def enter(self, name, *, new=False):
+        """Give a request a slot, and a seed if it brings none: each time, since V2 keeps nothing of it elsewhere."""
         request = self.requests[name]
         tokens, params = [*request["prompt"], *request["output"]], SamplingParams(**request["given"])
         params.extra_args = request["extra"]
@@ -89,7 +86,6 @@ class Table:
         seed = request["given"]["seed"]
         request["seed"] = self.seeds.next() if seed is None else seed
         slot = self.table.req_id_to_index[name]
-        new = not request["output"]
         self.admissions.append((slot, new, request["by_stock"], request["fallback"] if new else None))
 
     def leave(self):

@@ -6,12 +6,14 @@
 | v1.engine.input_processor.InputProcessor._build_logits_processors_params_validator | same | same | same |
 | v1.worker.worker_base.WorkerWrapperBase.init_device   | same | same | also runs a worker extension's hook |
 | v1.worker.gpu_model_runner: names Sampler, InputBatch, RejectionSampler; discard_request_mask | same | same | same |
+| v1.worker.gpu_input_batch.InputBatch.__init__, whose arguments we pass on | also kernel_block_sizes | same | same |
 | v1.worker.gpu.model_runner: names Sampler, RejectionSampler | same | same | also warms up the sampler |
 | v1.worker.gpu.sample.sampler.Sampler: __init__, add_request, sample, apply_sampling_params | same | same | same |
 | v1.worker.gpu.sample.states.SamplingStates: add_request, apply_staged_writes, apply_* | same | same | \
 get_top_k_top_p takes and returns more; we do not call it |
 | v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler._verify | no verify_draft_sampled, no sampling mask \
 | both | same as 0.32 |
+| the same, __call__, which our verifier answers       | no invalid_drafts | invalid_drafts | same as 0.32 |
 | SpeculativeConfig.rejection_sample_method             | standard, synthetic, block | same | and fly |
 | v1.worker.gpu.warmup: ids of its own requests         | same | same | same |
 | v1.sample.sampler.Sampler.forward                    | same | same | on ROCm (gfx1250) a fused draw from raw logits, \
@@ -52,8 +54,8 @@ def require_supported_version(found: str | None = None) -> None:
     if minor is None or not SUPPORTED[0] <= minor <= SUPPORTED[1]:
         first, last = (".".join(map(str, bound)) for bound in SUPPORTED)
         raise UnsupportedError(
-            f"vllm-gumbel supports vLLM {first} to {last}, found {found}: install a supported version, "
-            "or start without --sampler"
+            f"vllm-gumbel supports vLLM {first} to {last}, found {found}: install a supported version, start without "
+            "--sampler, or set on_unsupported_vllm to 'stock'"
         )
 
 
@@ -84,6 +86,7 @@ def require_supported_features(config: "VllmConfig") -> None:
         for what, present in refused.items():
             if present:
                 raise UnsupportedError(f"sampler 'gumbel' does not verify draft tokens together with {what}")
+        _refuse_ways_to_reject(config, "remove it")
 
 
 def require_supported_features_v2(config: "VllmConfig", device: str) -> None:
@@ -105,12 +108,7 @@ def require_supported_features_v2(config: "VllmConfig", device: str) -> None:
     except ValueError as error:
         raise UnsupportedError(f"sampler 'gumbel': {error}") from None
     if config.speculative_config is not None and settings.verification == "exact":
-        method = config.speculative_config.rejection_sample_method
-        if method != "standard":
-            raise UnsupportedError(
-                f"sampler 'gumbel' verifies drafts by exact match, and rejection_sample_method {method!r} says how to "
-                "reject them: remove it, or set verification to 'rejection'"
-            )
+        _refuse_ways_to_reject(config, "remove it, or set verification to 'rejection'")
 
 
 def log_interval() -> float:
@@ -123,6 +121,15 @@ def log_interval() -> float:
 def is_warm_up(request_id: str) -> bool:
     """Return whether a request is one of those that runner V2 makes for itself, to warm up its kernels."""
     return request_id.startswith(("_warmup_", "_v2_mixed_warmup"))
+
+
+def _refuse_ways_to_reject(config: "VllmConfig", way_out: str) -> None:
+    method = config.speculative_config.rejection_sample_method
+    if method != "standard":
+        raise UnsupportedError(
+            f"sampler 'gumbel' verifies drafts by exact match, and rejection_sample_method {method!r} says how to "
+            f"reject them: {way_out}"
+        )
 
 
 def _refuse_watermarking(config: "VllmConfig") -> None:

@@ -35,6 +35,7 @@ In a process that takes requests, once a sampler was chosen:
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
@@ -59,17 +60,41 @@ _shown_folders: set[Path] = set()
 
 
 def register() -> None:
-    """Wrap vLLM's configuration and worker start-up; a second call changes nothing."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    """Wrap vLLM's configuration and worker start-up; a second call changes nothing.
 
-    _wrap(EngineArgs, "add_cli_args", _add_cli_args, staticmethod)
-    _wrap(EngineArgs, "from_cli_args", _from_cli_args, classmethod)
-    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
-    _wrap(WorkerWrapperBase, "init_device", _init_device)
+    A vLLM that lacks one of these is left as it is, with a warning.
+
+    Raises:
+        UnsupportedError: it lacks one, and the environment asks for a sampler of ours.
+    """
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        wrapped: tuple[tuple[Any, str, Callable[..., Any], Callable[[Any], Any]], ...] = (
+            (EngineArgs, "add_cli_args", _add_cli_args, staticmethod),
+            (EngineArgs, "from_cli_args", _from_cli_args, classmethod),
+            (EngineArgs, "create_engine_config", _create_engine_config, _unchanged),
+            (WorkerWrapperBase, "init_device", _init_device, _unchanged),
+        )
+        for owner, name, _, _ in wrapped:
+            if name not in owner.__dict__:
+                raise AttributeError(f"{owner.__qualname__} has no {name} of its own")
+    except (ImportError, AttributeError) as error:
+        said = f"vLLM {compat.vllm_version()} lacks what the plugin builds on, so its own sampler draws: {error}"
+        if os.environ.get(choice.SAMPLER_VARIABLE, registry.DEFAULT) != registry.DEFAULT:
+            raise compat.UnsupportedError(f"{choice.SAMPLER_VARIABLE} is set, and {said}") from error
+        logger.warning("vllm-gumbel: %s", said)
+        return
+    for each in wrapped:
+        _wrap(*each)
 
 
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], kind: Callable[[Any], Any] = lambda f: f) -> None:
+def _unchanged(function: Any) -> Any:
+    return function
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any], kind: Callable[[Any], Any] = _unchanged) -> None:
     """Replace `owner.name` by `wrapper(original, *arguments)`, once."""
     original = owner.__dict__[name]
     plain = getattr(original, "__func__", original)
@@ -99,7 +124,15 @@ def _create_engine_config(original: Callable[..., Any], self: Any, *arguments: A
     chosen = choice.read(self.additional_config)
     if chosen.is_default:
         return original(self, *arguments, **keywords)
-    compat.require_supported_version()
+    try:
+        compat.require_supported_version()
+    except compat.UnsupportedError as error:
+        if chosen.settings.on_unsupported_vllm == "refuse":
+            raise
+        logger.warning("vllm-gumbel: vLLM's own sampler draws in place of %r: %s", chosen.name, error)
+        config = original(self, *arguments, **keywords)
+        choice.carry(choice.Choice(registry.DEFAULT, chosen.settings), config)
+        return config
     registry.resolve(chosen.name)
     config = original(self, *arguments, **keywords)
     cls = registry.resolve_for_runner(chosen.name, v2=config.use_v2_model_runner)

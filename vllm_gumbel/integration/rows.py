@@ -33,8 +33,8 @@ from vllm_gumbel.rollout.state import Rollout
 
 logger = logging.getLogger("vllm.gumbel")
 
-#: How many requests with `gumbel_return_info` are remembered.
-MOST_TOLD = 10_000
+#: How many requests with `gumbel_return_info` are remembered, and how long an id, which a client may choose, may be.
+MOST_TOLD, LONGEST_NAME = 10_000, 256
 
 #: Most requests that are remembered as having entered the batch since the last draw.
 LARGEST_QUEUE = 65_536
@@ -290,8 +290,11 @@ class RowBatch(InputBatch):
         return super().remove_request(req_id)
 
     def _tell(self, name: str, row: RequestRow) -> None:
-        """Note what a request draws with, for whoever wants to draw it again."""
-        logger.debug("vllm-gumbel: request %s draws with seed %d and salt %d", name, row.seed, row.salt)
+        """Note what a request draws with, for whoever wants to draw it again; not of one with an overlong id."""
+        name_or_part = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+        logger.debug("vllm-gumbel: request %s draws with seed %d and salt %d", name_or_part, row.seed, row.salt)
+        if name_or_part is not name:
+            return
         self.told[name] = row.seed, row.salt
         if len(self.told) > MOST_TOLD:
             del self.told[next(iter(self.told))]

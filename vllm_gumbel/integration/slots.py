@@ -63,7 +63,8 @@ class SlotStates(SamplingStates):
         self.shadowed = np.zeros(max_num_reqs, bool)
         self.requests: dict[int, RequestRow] = {}
         self._rollout, self._names = rollout, {} if names is None else names
-        self._arms: dict[str, tuple[str, bool]] = {}  # of requests, which may leave their slot and come back
+        # Of requests, which may leave their slot and come back; by hash, since a client may choose a long id.
+        self._arms: dict[int, tuple[str, bool]] = {}
         self.salt = UvaBackedTensor(max_num_reqs, dtype=torch.int64)
         self.bad_row_token = UvaBackedTensor(max_num_reqs, dtype=torch.int64)
         self.seeded = np.zeros(max_num_reqs, bool)
@@ -71,11 +72,15 @@ class SlotStates(SamplingStates):
         self._settings = settings
         self._default_stop = default_stop
 
+    def has_met(self, req_idx: int) -> bool:
+        """Return whether the request that is about to get a slot had one before."""
+        return hash(self._names.get(req_idx, "")) in self._arms
+
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
         """Write a request's parameters into its slot; return False: none of them changes logits before the draw."""
         admitted = Admitted(sampling_params, self._names.get(req_idx, ""))
-        if admitted.req_id in self._arms:
-            admitted.gumbel_arm = self._arms[admitted.req_id]  # type: ignore[attr-defined]
+        if hash(admitted.req_id) in self._arms:
+            admitted.gumbel_arm = self._arms[hash(admitted.req_id)]  # type: ignore[attr-defined]
         settings = self._settings
         request = RequestRow.of(admitted, self._seeds, settings.salt, settings.rules, self._rollout)
         self._remember(req_idx, admitted.req_id, request)
@@ -98,7 +103,7 @@ class SlotStates(SamplingStates):
         self.by_stock.np[slot] = request.is_stocks
         self.shadowed[slot] = request.shadowed
         if name:
-            self._arms[name] = request.arm, request.shadowed
+            self._arms[hash(name)] = request.arm, request.shadowed
         if len(self._arms) > MOST_REMEMBERED:
             del self._arms[next(iter(self._arms))]
 

@@ -143,12 +143,11 @@ class GumbelSampler(Sampler):
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> None:
         """Write a request's parameters into its slot; see the parent."""
+        first = not self.sampling_states.has_met(req_idx)  # one that was preempted comes back as if it were new
         super().add_request(req_idx, sampling_params)
-        # One that was preempted comes back with what it had generated as part of what is fed.
-        first = self.req_states.prefill_len.np[req_idx] == self.req_states.prompt_len.np[req_idx]
         request = self.sampling_states.requests[req_idx]
         fallback = request.fallback if first else None
-        self._admitted.append(Admission(req_idx, first=bool(first), by_stock=request.is_stocks, fallback=fallback))
+        self._admitted.append(Admission(req_idx, first=first, by_stock=request.is_stocks, fallback=fallback))
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         """Return the tokens and logprobs of a step; see the parent."""

@@ -76,7 +76,8 @@ def log_total_of(row: Any, maxima: Any, largest: Any) -> Any:
     for b in range(blocks_in(I64(0), I64(len(row)))):
         if maxima[b] >= largest - F32(100):  # below that, 300,000 ids add less than 1e-38
             total += F64(block_total(row[b * BLOCK : min(b * BLOCK + BLOCK, len(row))], largest))
-    return F32(math.log(total))
+    # At least 1, the largest one's own term, which a float32 exponential can miss by a bit: no logprob is above 0.
+    return F32(math.log(max(total, 1.0)))
 
 
 @jit
