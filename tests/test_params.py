@@ -143,6 +143,16 @@ def test_refusal_stays_short_whatever_the_client_sent(key, value, said):
     assert len(str(refused.value)) < 450
 
 
+@pytest.mark.parametrize("key", ["gumbel_\ud800", "gumbel_\n", f"gumbel_{'x' * 10_000}"])
+def test_refusal_shows_a_key_so_that_it_can_be_sent_and_logged(key):
+    with pytest.raises(ParamsError) as refused:
+        GumbelParams.from_extra_args({key: 1})
+    assert UNKNOWN in str(refused.value)
+    assert len(str(refused.value).encode()) < 450
+    assert str(refused.value).isprintable()
+    assert refused.value.key == key
+
+
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in RIGHT.items() for value in values])
 def test_value_is_accepted_to_both_ends_of_its_range(key, value):
     assert getattr(GumbelParams.from_extra_args({key: value}), key) == value

@@ -63,7 +63,8 @@ class ParamsError(ValueError):
     """
 
     def __init__(self, key: str, rule: str, value: object) -> None:
-        super().__init__(f"{key} {rule}, got {shorten(value)}")
+        shown = key if len(key) <= 80 and key.isprintable() else shorten(key)  # a client may call its key anything
+        super().__init__(f"{shown} {rule}, got {shorten(value)}")
         self.key = key
         self.value = value
 

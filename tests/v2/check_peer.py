@@ -160,7 +160,7 @@ def test_processor_of_another_package_acts_after_the_bias_and_before_the_tempera
 )
 def test_logits_are_copied_to_float32_only_for_requests_that_change_them(config, asked, copies):
     """vLLM copies for a temperature and filters too. What a request outside the step asks for counts for nothing."""
-    config = configured(config, **SETTINGS)
+    config = configured(config)
     config.reasoning_config = thinking()
     driver = Driver(config, vocab=VOCAB, **SETTINGS)
     for name, request in (("plain", {}), ("asks", asked), ("other", {})):
@@ -214,14 +214,10 @@ def test_thinking_budget_forces_the_end(config, tokens, drafts, forced):
     found = both.before(logits, {"0": drafts})
     expected = {(row, token): 1e9 for row, token in enumerate(forced) if token is not None}
     assert changed(logits, found) == expected
-    drawn = both.sampler.backend.draw(
-        found,
-        both.sampler.sampling_states.params(),
-        both.batch(drafts={"0": drafts}).expanded_idx_mapping,
-        both.batch(drafts={"0": drafts}).positions,
-        both.sampler.sampling_states.filters(np.array([0])),
-    )
-    assert all(token is None or int(drawn.tokens[row]) == token for row, token in enumerate(forced))
+    batch, states = both.batch(drafts={"0": drafts}), both.sampler.sampling_states
+    arguments = (states.params(), batch.expanded_idx_mapping, batch.positions, states.filters(batch.idx_mapping_np))
+    drawn = both.sampler.backend.draw(found, *arguments).tokens.tolist()
+    assert all(token is None or drawn[row] == token for row, token in enumerate(forced))
 
 
 @pytest.mark.parametrize("backend", ["triton", "numba"])
@@ -265,10 +261,8 @@ def test_rank_counts_the_ids_that_are_no_worse_and_chosen_ids_get_their_values(c
     driver = Driver(config, vocab=vocab, **SETTINGS)
     chosen = sorted({0, vocab // 2, vocab - 1})
     for i in range(6):
-        driver.add(str(i), temperature=1.0, seed=i, logprobs=0 if i % 2 else None)
-        if i % 3 == 0:
-            driver.remove(str(i))
-            driver.add(str(i), temperature=1.0, seed=i, logprob_token_ids=chosen)
+        asked = {"logprobs": 0} if i % 3 else {"logprob_token_ids": chosen}
+        driver.add(str(i), temperature=1.0, seed=i, **asked)
     backing = torch.randn(6, vocab + 37, generator=torch.Generator().manual_seed(vocab))
     logits = (backing.round() if mode == "ties" else backing)[:, :vocab]
     if mode == "masked":
@@ -294,8 +288,8 @@ def test_missing_draft_is_not_accepted_and_ends_what_is(config, speculation, ver
     for i, name in enumerate(drafts):
         driver.add(name, temperature=temperature, seed=i)
     driver.step(random_logits(3, VOCAB))
-    rows = torch.full((10, VOCAB), -100.0)
-    rows[range(10), [1, 2, 3, 4, 1, 2, 3, 1, 2, 9]] = 100.0
+    rows = torch.full((11, VOCAB), -100.0)
+    rows[range(11), [1, 2, 3, 4, 1, 2, 3, 1, 2, 9, 5]] = 100.0
     output = Verifier(driver.sampler, speculation, CPU)(rows, driver.batch(drafts=drafts), None)
     found = [row[:n] for row, n in zip(output.sampled_token_ids.tolist(), output.num_sampled.tolist(), strict=True)]
     assert found == [[1, 2], [1], [1, 2, 9]]
@@ -322,13 +316,13 @@ def test_rows_of_nan_give_ids_of_the_vocabulary_to_their_request_alone(config, s
 
 @pytest.mark.parametrize("verification", ["exact", "rejection"])
 def test_what_is_sent_follows_the_target_at_every_place(config, speculation, verification):
-    """400 requests with drafts from another law; false alarm 1e-6."""
-    requests, vocab, steps = 400, 6, 2
+    """250 requests with drafts from another law; false alarm 1e-6."""
+    requests, vocab, steps = 250, 6, 2
     driver = Driver(config, slots=requests, vocab=vocab, backend="numba", verification=verification)
     for i in range(requests):
         driver.add(str(i), temperature=1.0, seed=i)
     source = torch.Generator().manual_seed(3)
-    target = torch.randn(vocab, generator=source)
+    target = torch.randn(vocab, generator=source) / 2
     drafts = torch.multinomial((-target).softmax(-1).repeat(requests, 1), steps, replacement=True, generator=source)
     driver.step(target.repeat(requests, 1))
     batch = driver.batch(drafts={str(i): each for i, each in enumerate(drafts.tolist())})
@@ -336,5 +330,5 @@ def test_what_is_sent_follows_the_target_at_every_place(config, speculation, ver
     for place in range(2):
         reached = output.sampled_token_ids[output.num_sampled > place, place]
         counts = torch.bincount(reached, minlength=vocab)
-        assert len(reached) > 20
+        assert len(reached) > 10
         assert_goodness_of_fit(observed=counts.numpy(), probabilities=target.softmax(-1).numpy(), claim=verification)
