@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -17,17 +18,30 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
 # Tests read logs, and scripts that they import ask for less; threads that wait must not take another engine's time.
 os.environ.update(VLLM_LOGGING_LEVEL="INFO", GOMP_SPINCOUNT="0")
 
+# `scripts/test -k fuzz_kernels --hypothesis-profile long`: more examples of what leaves their number open.
+settings.register_profile("long", max_examples=5_000)
+
 #: Modules that start servers or engines. Two of them at once would only wait for each other, while most others need one
 #: CPU: so `scripts/test` runs these in one process, and all others in a second one at the same time.
 ENGINES = (
     "evaluate_compare_engine",
     "evaluate_verify_engine",
     "faults",
+    "faults_server",
+    "fuzz_server",
     "keys_engine",
     "keys_metrics",
     "keys_server",
     "metrics",
     "observability",
+    "parity_commands",
+    "parity_draws",
+    "parity_endpoints",
+    "parity_engines",
+    "parity_logits",
+    "parity_logprobs",
+    "parity_stops",
+    "parity_structured",
     "rollout_server",
     "security_server",
     "server",
