@@ -119,3 +119,11 @@ def test_nothing_names_this_machine_or_a_package_registry():
     for path, content in text.items():
         assert not re.search(r"/(work|opt/(wheels|pypi))/|pypi\." + r"org|files\.python" + "hosted", content), path
         assert content.count(index) == (path == "scripts/setup"), path
+
+
+def test_tests_that_the_readme_names_exist():
+    named = set(re.findall(r"`((?:\w+/)?(?:test|check)_\w+)::(\w+)`", README))
+    assert len(named) > 100
+    files = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    for file, function in named:
+        assert f"\ndef {function}(" in files[file.rpartition("/")[2]], f"{file}::{function}"

@@ -74,6 +74,12 @@ class Tally:
         """Count an error in the bookkeeping."""
         self._recorder.fault(part, error)
 
+    def fallback(self, error: Exception) -> None:
+        """Count a step that the reference has to draw, and tell the breaker."""
+        self._recorder.fallback("kernel", error)
+        if self._rollout is not None:
+            self._rollout.count(0, 1, "a draw that failed")
+
     def _copy(
         self, device: torch.device, arrays: dict[str, torch.Tensor], finish: Finish, began: torch.Event | None
     ) -> None:

@@ -27,9 +27,9 @@ from vllm_gumbel.integration.rows import SeedSource
 from vllm_gumbel.integration.slots import SlotStates
 from vllm_gumbel.integration.tally import Tally
 from vllm_gumbel.integration.watch_v2 import Beside, DeviceWatch, Seen
-from vllm_gumbel.kernels import dispatch
+from vllm_gumbel.kernels import dispatch, sample_reference
 from vllm_gumbel.kernels.contract import NO_TOKEN, NOISE_VERSION
-from vllm_gumbel.kernels.slots import Noise
+from vllm_gumbel.kernels.slots import Noise, on_host
 from vllm_gumbel.metrics.step import Admission
 from vllm_gumbel.params import GumbelParams, ParamsError
 from vllm_gumbel.rollout.state import Rollout
@@ -290,17 +290,22 @@ class GumbelSampler(Sampler):
         positions: torch.Tensor,
         processed: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the drawn tokens, `NO_TOKEN` where there is no candidate, and keep the flags for `finish`."""
-        drawn = self.backend.draw(
-            logits,
-            self.sampling_states.params(),
-            slots.to(torch.int32),  # vLLM's profiling run has int64
-            positions,
-            self.sampling_states.filters(slots_np),
-            usable_vocab=self._usable_vocab,
-            noise=self._noise,
-            processed=processed,
-        )
+        """Return the drawn tokens, `NO_TOKEN` where there is no candidate, and keep the flags for `finish`.
+
+        If the backend fails, the reference draws on the host.
+        """
+        states = self.sampling_states
+        slots = slots.to(torch.int32)  # vLLM's profiling run has int64
+        rows = (logits, states.params(), slots, positions, states.filters(slots_np))
+        options: dict[str, Any] = {"usable_vocab": self._usable_vocab, "noise": self._noise, "processed": processed}
+        try:
+            drawn = self.backend.draw(*rows, **options)
+        except Exception as error:  # whatever it is, the tokens must flow
+            if self._noise != Noise.OWN:
+                raise  # the host has no other
+            if self._tally is not None:
+                self._tally.fallback(error)
+            drawn = on_host(sample_reference.draw)(*rows, **options)
         self._flags.append(drawn.flags)
         return drawn.tokens
 

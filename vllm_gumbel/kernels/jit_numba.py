@@ -13,8 +13,11 @@ the processor and the file a function stands in, not the other files whose funct
 folder is set only while our functions are decorated, so nobody else's cache moves.
 """
 
+import contextlib
 import hashlib
+import logging
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from numba import config, types
 from numba.extending import intrinsic, overload
 
 from vllm_gumbel.cache import default_cache
+
+logger = logging.getLogger("vllm.gumbel")
 
 WITHOUT_JIT = bool(config.DISABLE_JIT)
 
@@ -53,15 +58,48 @@ def jit(function: Callable[..., Any] | None = None, *, parallel: bool = False, i
     """
     if function is None:
         return lambda f: jit(f, parallel=parallel, inline=inline)
-    options = {"nogil": True, "error_model": "numpy", "parallel": parallel}
-    if inline:
-        return numba.njit(**options)(function)
+    kernel = numba.njit(nogil=True, error_model="numpy", parallel=parallel)(function)
+    if not inline and not WITHOUT_JIT:
+        _keep_on_disk(kernel)
+    return kernel
+
+
+def _keep_on_disk(kernel: Any) -> None:
+    """Keep a kernel's machine code on disk, where that can be; Numba raises for a full disk and for a damaged file."""
     saved = config.CACHE_DIR
     config.CACHE_DIR = _CACHE
     try:
-        return numba.njit(cache=True, **options)(function)
+        kernel.enable_caching()
+    except RuntimeError:  # which names the kernel, so that there would be a line for each
+        _warn("no folder for them can be written")
+        return
     finally:
         config.CACHE_DIR = saved
+    kept = kernel._cache
+    load, save = kept.load_overload, kept.save_overload
+
+    def load_or_compile(*arguments: Any) -> Any:
+        try:
+            return load(*arguments)
+        except Exception as error:  # a file cut short fails in many ways
+            _warn(repr(error))
+            with contextlib.suppress(OSError):
+                kept.flush()  # or the damage would be met again at each start
+            return None
+
+    def save_or_go_on(*arguments: Any) -> None:
+        try:
+            save(*arguments)
+        except OSError as error:
+            _warn(repr(error))
+
+    kept.load_overload, kept.save_overload = load_or_compile, save_or_go_on
+
+
+@cache
+def _warn(error: str) -> None:
+    """Say once why kernels are compiled anew."""
+    logger.warning("vllm-gumbel: compiled kernels cannot all be kept on disk, so they are compiled anew: %s", error)
 
 
 if WITHOUT_JIT:
