@@ -3,7 +3,9 @@
 Each draws otherwise than it should, while what watches the draws goes by what the request asked for.
 """
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -121,5 +123,28 @@ class HotAndUnmasked(TooHot):
         def draw(logits, *arguments, **others):
             wide = widen(logits)
             return right(np.where(np.isneginf(wide), wide.max(axis=1, keepdims=True), wide), *arguments, **others)
+
+        self.backend = replace(self.backend, draw=draw)
+
+
+class FailsWhileTold(GumbelSampler):
+    """Has a kernel that raises while there is a file whose path is the environment variable `KERNEL_FAULT`.
+
+    The file holds how many draws are still to fail.
+    """
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        right, told = self.backend.draw, Path(os.environ["KERNEL_FAULT"])
+
+        def draw(*arguments, **others):
+            if told.exists():
+                left = int(told.read_text()) - 1
+                if left > 0:
+                    told.write_text(str(left))
+                else:
+                    told.unlink()
+                raise RuntimeError("a fault on demand")
+            return right(*arguments, **others)
 
         self.backend = replace(self.backend, draw=draw)

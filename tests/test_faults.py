@@ -97,7 +97,7 @@ def test_worker_killed_amid_draws_and_changes(start):
         server.process.wait(PATIENCE)  # so that whoever looks after it starts another
     kept = json.loads((folder / "state.json").read_text())
     assert kept["fraction"] in FRACTIONS
-    assert [path.name for path in folder.glob("state.json*")] == ["state.json"]
+    assert [path.name for path in folder.glob("*state.json*")] == ["state.json"]
     with served("second.log") as server:
         status, state = control(server)
         assert (status, state["fraction"], state["breaker"]["open"]) == (200, kept["fraction"], False)

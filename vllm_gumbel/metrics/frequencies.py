@@ -21,6 +21,7 @@ from prometheus_client import Gauge
 
 from vllm_gumbel.metrics import catalogue, exporter
 from vllm_gumbel.metrics.catalogue import ARMS, DEFAULT, GUMBEL
+from vllm_gumbel.metrics.files import written_whole
 from vllm_gumbel.metrics.series import Series
 from vllm_gumbel.metrics.step import Step
 
@@ -72,10 +73,8 @@ class Frequencies:
 
     def publish(self) -> None:
         """Write the counts to their file, and the divergences to their gauges."""
-        partial = self._file.with_suffix(".partial")
-        with partial.open("wb") as file:
+        with written_whole(self._file) as file:
             np.savez(file, gumbel=self._counts[GUMBEL], default=self._counts[DEFAULT])
-        partial.replace(self._file)
         references = {DEFAULT: self._counts[DEFAULT]} | ({} if self._stored is None else {"profile": self._stored})
         for arm in ARMS:
             for name, reference in references.items():

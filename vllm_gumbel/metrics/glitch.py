@@ -31,7 +31,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +41,7 @@ import numpy.typing as npt
 
 from vllm_gumbel.cache import default_cache
 from vllm_gumbel.metrics.embedding import BLOCK_ROWS, ROUNDS, Embedding, EmbeddingError, parts_of, read_json
+from vllm_gumbel.metrics.files import written_whole
 
 logger = logging.getLogger("vllm.gumbel")
 
@@ -296,8 +296,7 @@ def _save(found: Glitches, path: Path) -> None:
     """Cache a list; where that cannot be, it will be made again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")  # so that no process reads half a file
-        partial.write_text(json.dumps(asdict(found)))
-        partial.replace(path)
+        with written_whole(path) as file:
+            file.write(json.dumps(asdict(found)).encode())
     except OSError as error:
         logger.warning("vllm-gumbel: the list of glitch tokens cannot be cached: %s", error)

@@ -30,7 +30,13 @@ def count_refusal(key: str, known: Sequence[str]) -> None:
         counters = _counters(shared_folder(), tuple(known))
         counters.get(key, counters[UNKNOWN]).inc()
     except Exception as error:  # the client must get its answer
-        logger.warning("vllm-gumbel: a refused request could not be counted: %r", error)
+        _warn(repr(error))
+
+
+@cache
+def _warn(error: str) -> None:
+    """Say once what keeps refusals from being counted; who sends them must not fill the log."""
+    logger.warning("vllm-gumbel: refused requests cannot be counted (further ones are not logged): %s", error)
 
 
 @cache

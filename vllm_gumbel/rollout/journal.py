@@ -3,12 +3,12 @@
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_gumbel.metrics.files import written_whole
 from vllm_gumbel.rollout.counts import ArmCounts, ServerCounts
 from vllm_gumbel.text import shorten
 
@@ -130,10 +130,9 @@ class Keeper:
         """
         if self.path is None:
             return
-        partial = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(json.dumps({"version": VERSION, **asdict(journal)}))
-            partial.replace(self.path)
+            with written_whole(self.path) as file:
+                file.write(json.dumps({"version": VERSION, **asdict(journal)}).encode())
         except OSError as error:
             raise JournalError(f"{self.path} cannot be written: {error.strerror}") from None
 

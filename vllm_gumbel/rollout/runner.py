@@ -215,7 +215,10 @@ class Runner:
         if not self._set_back():
             return NO_TALK
         self._journal.outcome = str(Outcome.FAIL)
-        self._keeper.save(self._journal)
+        try:
+            self._keeper.save(self._journal)
+        except JournalError as error:  # what counts is done
+            self._holder.say(f"{error}; another run with it would set the server again")
         return FAILED
 
     def _give_up(self, looks: int) -> int:

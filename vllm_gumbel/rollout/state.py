@@ -6,12 +6,12 @@ told. What is set at run time may be kept in a file, so that it outlives the ser
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_gumbel.metrics.catalogue import DEFAULT, GUMBEL
+from vllm_gumbel.metrics.files import written_whole
 from vllm_gumbel.rollout.arms import place
 from vllm_gumbel.rollout.breaker import Breaker
 from vllm_gumbel.settings import SamplerSettings
@@ -110,9 +110,8 @@ class Rollout:
         if self._file is None:
             return
         try:
-            partial = self._file.with_name(f"{self._file.name}.{os.getpid()}.partial")
-            partial.write_text(json.dumps(self.status()))
-            partial.replace(self._file)
+            with written_whole(self._file) as file:
+                file.write(json.dumps(self.status()).encode())
         except OSError as error:
             logger.warning("vllm-gumbel: the rollout's state cannot be kept in %s: %s", self._file, error)
 
