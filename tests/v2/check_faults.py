@@ -7,7 +7,6 @@ import torch
 
 from tests.recording import total
 from tests.v2.building import Driver, count_into, random_logits
-from vllm_gumbel.integration.tally import Tally
 from vllm_gumbel.metrics import catalogue
 
 ROWS = 12
@@ -32,7 +31,6 @@ def test_draw_that_fails_is_made_by_the_reference(config, dtype, tmp_path):
     expected = filled(config, backend="triton").tokens(logits.clone())
     driver = filled(config, backend="triton")
     count_into(driver, tmp_path)
-    driver.sampler._tally = Tally(driver.sampler._tally._recorder, driver.sampler.rollout)
     driver.sampler.backend = replace(driver.sampler.backend, draw=fail)
     steps = 0
     while not driver.sampler.rollout.breaker.is_open:

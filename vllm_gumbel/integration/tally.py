@@ -75,10 +75,8 @@ class Tally:
         self._recorder.fault(part, error)
 
     def fallback(self, error: Exception) -> None:
-        """Count a step that the reference has to draw, and tell the breaker."""
+        """Count a step that the reference has to draw."""
         self._recorder.fallback("kernel", error)
-        if self._rollout is not None:
-            self._rollout.count(0, 1, "a draw that failed")
 
     def _copy(
         self, device: torch.device, arrays: dict[str, torch.Tensor], finish: Finish, began: torch.Event | None

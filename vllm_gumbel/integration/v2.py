@@ -104,8 +104,9 @@ class GumbelSampler(Sampler):
             self.compile(vocab_size, device, {vllm_config.model_config.dtype, torch.float32}, rows)
         noise = str(NOISE_VERSION) if self._noise == Noise.OWN else self.settings.noise
         recorder = worker.recorder(vllm_config, self.settings, self.backend.name, noise)
-        alone = vllm_config.parallel_config.tensor_parallel_size == 1  # or ranks might decide otherwise than others
-        self._tally = None if recorder is None else Tally(recorder, self.rollout if alone else None)
+        # With more ranks one might decide otherwise than the others.
+        self._decides_alone = vllm_config.parallel_config.tensor_parallel_size == 1
+        self._tally = None if recorder is None else Tally(recorder, self.rollout if self._decides_alone else None)
         if recorder is not None:
             self.rollout.listen(recorder.show_rollout)
         self._watch = DeviceWatch(self.settings, self.sampling_states, self.backend, self._noise, self._usable_vocab)
@@ -305,6 +306,8 @@ class GumbelSampler(Sampler):
                 raise  # the host has no other
             if self._tally is not None:
                 self._tally.fallback(error)
+            if self._decides_alone:
+                self.rollout.count(0, 1, "a draw that failed")
             drawn = on_host(sample_reference.draw)(*rows, **options)
         self._flags.append(drawn.flags)
         return drawn.tokens
