@@ -53,12 +53,18 @@ ENGINES = (
 )
 
 
+#: Of those, modules that start so many that a run of all tests leaves them to `scripts/test -m slow`.
+SLOW = ("parity_commands", "parity_engines")
+
+
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests with servers and engines."""
+    """Mark the tests with servers and engines, and those with many."""
     for item in items:
         if item.path.stem.removeprefix("test_") in ENGINES:
             item.add_marker(pytest.mark.engines)
+        if item.path.stem.removeprefix("test_") in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
