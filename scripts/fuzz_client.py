@@ -17,7 +17,7 @@ PATIENCE = 120.0
 #: Seconds after which a client that leaves before an answer leaves.
 HURRY = 0.02
 #: How a refusal by a key of ours begins, or by the seed.
-OF_OURS = re.compile(r"(gumbel_.*?|seed) (must|is not a known|contradicts)", re.DOTALL)
+OF_OURS = re.compile(r"'?(gumbel_.*?|seed) (must|is not a known|contradicts)", re.DOTALL)
 
 
 @dataclass
