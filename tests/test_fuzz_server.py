@@ -151,6 +151,6 @@ def test_what_is_miscounted_is_said(after, said):
 def test_refusals_are_told_by_their_key():
     assert Answer(400, "gumbel_salt must be an integer, got '5'").key == "gumbel_salt"
     assert Answer(400, "gumbel_pepper is not a known parameter").key == "gumbel_pepper"
-    assert Answer(400, "'gumbel_\\x00' is not a known parameter").key not in (None, "gumbel_salt"), "shown as Python text"
+    assert Answer(400, "'gumbel_\\x00' is not a known parameter").key, "shown as text of Python"
     assert Answer(400, "top_p must be in (0, 1], got 0").key is None
     assert fuzz_client.Answer(200).key is None
