@@ -22,7 +22,7 @@ def run(*arguments: str | Path, **environment: str) -> str:
         **environment,
     }
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True, timeout=1400)
     output = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{output[-6000:]}"
     return output
