@@ -1,7 +1,6 @@
 """The README's table of what works: its rows are those of the tests, and it shows what failed or did not run."""
 
 import ast
-import importlib.util
 import re
 import sys
 from functools import cache
@@ -9,21 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts import parity_matrix as matrix
 from tests.parity.features import ALONE, EQUAL, FEATURES, OWN, REFUSED, SCHEDULE
 from tests.parity.pair import same
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "scripts" / "parity_matrix.py"
 NODES = sorted({node for each in FEATURES for node in (*each.tests, each.v2) if node is not None})
-
-
-@pytest.fixture(scope="module")
-def matrix():
-    """The script as a module."""
-    spec = importlib.util.spec_from_file_location("parity_matrix", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @cache
@@ -56,17 +46,17 @@ def cells(table):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
 
 
-def test_readme_lists_every_feature_and_nothing_else(matrix):
+def test_readme_lists_every_feature_and_nothing_else():
     """With its tests; how they ended is what `scripts/parity_matrix.py` last saw, and none has failed."""
     section = (ROOT / "README.md").read_text().split(f"{matrix.MARKER}\n\n")[1].split("\n\n")[0]
     found, expected = cells(section), cells(matrix.table({}))
     assert [[row[0], row[2].split(":", 1)[-1], *row[3:]] for row in found] == [
         [row[0], row[2].split(":", 1)[-1], *row[3:]] for row in expected
-    ], f"run {SCRIPT.relative_to(ROOT)}"
+    ], "run scripts/parity_matrix.py"
     assert matrix.FAILED not in section
 
 
-def test_table_shows_what_failed_and_what_did_not_run(matrix, tmp_path):
+def test_table_shows_what_failed_and_what_did_not_run(tmp_path):
     """Of a test with several cases the worst; of several files the last that has it."""
     stops, draws = "tests.parity.test_parity_stops", "tests.parity.test_parity_draws"
     first = written(
@@ -87,11 +77,11 @@ def test_table_shows_what_failed_and_what_did_not_run(matrix, tmp_path):
     assert re.search(r"\| `top_k` \| not run \| works: `v2/check_draws::test_tokens_are_the_definitions` \|", table)
 
 
-def test_table_is_put_in_place_of_the_old_one(matrix, tmp_path, monkeypatch, capsys):
+def test_table_is_put_in_place_of_the_old_one(tmp_path, monkeypatch, capsys):
     """And nothing else of the file is changed; a failed test is an exit code."""
     readme, results = tmp_path / "README.md", written(tmp_path / "none.xml")
     readme.write_text(f"Before\n\n{matrix.MARKER}\n\n| old |\n|---|\n| row |\n\nAfter | this\n")
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--results", str(results), "--readme", str(readme)])
+    monkeypatch.setattr(sys, "argv", [matrix.__file__, "--results", str(results), "--readme", str(readme)])
     assert matrix.main() == 0
     assert readme.read_text() == f"Before\n\n{matrix.MARKER}\n\n{matrix.table({})}\nAfter | this\n"
     assert capsys.readouterr().out == matrix.table({})

@@ -12,8 +12,8 @@ from vllm_gumbel.evaluate.replayed import Claim, drawn, edited
 VOCAB, BEGIN, END = 300, 256, 257
 
 
-def write_model(folder: Path, seed: int = 0) -> Path:
-    """Write the model; equal seeds give equal weights."""
+def write_model(folder: Path, seed: int = 0, **changed) -> Path:
+    """Write the model; equal seeds give equal weights. `changed` are fields of its configuration."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -24,17 +24,17 @@ def write_model(folder: Path, seed: int = 0) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=600,
-        bos_token_id=BEGIN,
-        eos_token_id=END,
-    )
-    model = LlamaForCausalLM(config)
+    fields = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 600,
+        "bos_token_id": BEGIN,
+        "eos_token_id": END,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**{**fields, **changed}))
     with torch.no_grad():
         model.lm_head.weight *= 12  # peaked like a language model, not flat
         model.lm_head.weight[END] = 0  # no text ends early

@@ -40,15 +40,4 @@ def write_small_model(folder: Path, seed: int) -> Path:
 
     It has no ids past those of the tokenizer: stock draws such, ours never does.
     """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    write_model(folder)  # for its tokenizer and the rest of its configuration
-    config = LlamaConfig.from_pretrained(folder, head_dim=32, vocab_size=VOCAB)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight *= 12  # peaked like a language model, not flat
-        model.lm_head.weight[END] = 0  # no text ends early
-    model.save_pretrained(folder)
-    return folder
+    return write_model(folder, seed, head_dim=32, vocab_size=VOCAB)

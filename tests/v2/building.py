@@ -136,6 +136,19 @@ class Driver:
         )
 
 
+def layout(batch):
+    """Return the arguments of vLLM's `apply_sampling_params` that come after the logits."""
+    return (
+        batch.expanded_idx_mapping,
+        batch.idx_mapping,
+        batch.idx_mapping_np,
+        batch.positions,
+        batch.input_ids,
+        batch.expanded_local_pos,
+        batch.seq_lens_cpu_upper_bound.numpy(),
+    )
+
+
 def count_into(driver, folder):
     """Let a driver's sampler count into a folder."""
     slots, vocab = driver.states.max_num_reqs, driver.states.vocab_size

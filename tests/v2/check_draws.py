@@ -9,7 +9,7 @@ import torch
 from tests.test_v1_sampler import BEFORE, MIXED, STOP
 from tests.test_v1_sampler import batch_of as batch_v1
 from tests.test_v1_sampler import draw as draw_v1
-from tests.v2.building import Driver, random_logits
+from tests.v2.building import Driver, layout, random_logits
 from vllm_gumbel.kernels import dispatch, sample_reference
 from vllm_gumbel.kernels.contract import NO_TOKEN
 
@@ -93,16 +93,7 @@ def test_what_a_verifier_asks_for_are_the_definitions_kept_sets(driver):
     logits = random_logits(14, seed=5)
     logits[3] = NAN
     batch = driver.batch()
-    found = driver.sampler.apply_sampling_params(
-        logits,
-        batch.expanded_idx_mapping,
-        batch.idx_mapping,
-        batch.idx_mapping_np,
-        batch.positions,
-        batch.input_ids,
-        batch.expanded_local_pos,
-        batch.seq_lens_cpu_upper_bound.numpy(),
-    )
+    found = driver.sampler.apply_sampling_params(logits, *layout(batch))
     kept = np.empty((14, 300), np.float32)
     definition(driver, logits, processed=kept)
     kept[3, driver.sampler.sampling_states.bad_row_token.np[batch.idx_mapping_np[3]]] = 0

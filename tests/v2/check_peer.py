@@ -17,24 +17,11 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 from tests.statistics import assert_goodness_of_fit
 from tests.test_peer_processors import BUDGET, END, KINDS, NATURAL_END, START, thinking
-from tests.v2.building import CPU, DRAFTS, Driver, configured, random_logits
+from tests.v2.building import CPU, DRAFTS, Driver, configured, layout, random_logits
 from vllm_gumbel.integration.speculative_v2 import Verifier
 
 NAN, INFINITY, VOCAB = float("nan"), float("inf"), 300
 SETTINGS = {"backend": "numba"}
-
-
-def layout(batch):
-    """Return the arguments of vLLM's `apply_sampling_params` that come after the logits."""
-    return (
-        batch.expanded_idx_mapping,
-        batch.idx_mapping,
-        batch.idx_mapping_np,
-        batch.positions,
-        batch.input_ids,
-        batch.expanded_local_pos,
-        batch.seq_lens_cpu_upper_bound.numpy(),
-    )
 
 
 class Both(Driver):
