@@ -4,7 +4,9 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
@@ -16,6 +18,8 @@ from scripts.fuzz_requests import Request
 PATIENCE = 120.0
 #: Seconds after which a client that leaves before an answer leaves.
 HURRY = 0.02
+#: A server closes what is idle for five seconds, maybe just when the next request goes out.
+LIMITS = httpx.Limits(max_connections=1, keepalive_expiry=2)
 #: How a refusal by a key of ours begins, or by the seed.
 OF_OURS = re.compile(r"'?(gumbel_.*?|seed) (must|is not a known|contradicts)", re.DOTALL)
 
@@ -115,12 +119,18 @@ def send_all(
 ) -> dict[int, Answer]:
     """Send requests, so many at a time, and return the answers by number."""
     answers = {}
-    # A server closes what is idle for five seconds, maybe just when the next request goes out.
-    limits = httpx.Limits(max_connections=concurrency, keepalive_expiry=2)
-    with httpx.Client(base_url=url, limits=limits) as client, ThreadPoolExecutor(concurrency) as pool:
+    with ExitStack() as stack, ThreadPoolExecutor(concurrency) as pool:
+        # Of threads that share a client one may close the connection that another has just been given.
+        free: SimpleQueue[httpx.Client] = SimpleQueue()
+        for _ in range(concurrency):
+            free.put(stack.enter_context(httpx.Client(base_url=url, limits=LIMITS)))
 
         def one(request: Request) -> tuple[Request, Answer]:
-            return request, send(client, request)
+            client = free.get()
+            try:
+                return request, send(client, request)
+            finally:
+                free.put(client)
 
         for request, answer in pool.map(one, requests):
             answers[request.number] = answer

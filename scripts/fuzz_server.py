@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
-from scripts.fuzz_client import Answer, differing, send, send_all, wrong_with
+from scripts.fuzz_client import LIMITS, Answer, differing, send, send_all, wrong_with
 from scripts.fuzz_counts import PREEMPTIONS, Page, miscounted
 from scripts.fuzz_model import VOCAB, write_table_model
 from scripts.fuzz_refusals import broken, refused
@@ -49,7 +49,7 @@ KINDS = {served: 0.65, refused: 0.2, wild: 0.12, broken: 0.03}
 #: What both samplers are served with, and what makes reproducibility hard, of which vLLM's own engine dies.
 FLAGS = ("--max-model-len", str(LONGEST), "--max-logprobs", str(VOCAB), "--max-num-seqs", "48", "--block-size", "32")
 HARD = ("--max-num-batched-tokens", "128", "--async-scheduling", "--enable-prefix-caching")
-SMALL_CACHE = ("--num-gpu-blocks-override", "120")
+SMALL_CACHE = ("--num-gpu-blocks-override", "24")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -127,7 +127,7 @@ def fuzz(
             failures.append((request, wrong))
         on_answer(request, wrong)
 
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=60, limits=LIMITS) as client:
         before, began = Page.of(client), time.monotonic()
         answers = send_all(
             url, requests, concurrency, lambda request, answer: check(request, wrong_with(request, answer))

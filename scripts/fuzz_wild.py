@@ -51,6 +51,7 @@ TEXTS = [
 ]
 LISTS: list[Any] = [[], [0], [-1], [2**40], [None], [0.5], ["a", "b"], ["a" * 9_000], ["\x00"], [[1]], [[]], [{}]]
 LISTS += [list(range(258)), [258, 299], list(range(258, 300)), [256], [257], [5, 5, 5], ["a"] * 200, [HALF_A_PAIR]]
+ENDLESS = {"grammar": "root ::= root"}
 OBJECTS: list[Any] = [
     {},
     {"a": 1},
@@ -69,21 +70,25 @@ OBJECTS += [
     {"choice": ["", "a"]},
 ]
 OBJECTS += [{"regex": "[" * 50}, {"regex": ""}, {"regex": "(a{1,50}){1,50}"}, {"structural_tag": "{}"}, {"json": False}]
-OBJECTS += [{"grammar": "root ::= root"}, {"choice": ["\x00", "😀"]}, {"max_pattern_size": 9, "min_count": 2}]
+OBJECTS += [ENDLESS, {"choice": ["\x00", "😀"]}, {"max_pattern_size": 9, "min_count": 2}]
 OBJECTS += [{"gumbel_salt": 3}, {"gumbel_sampler": "default"}, {"gumbel_rollout_key": "\x00"}]
 VALUES = {"number": NUMBERS, "text": TEXTS, "truth": [True, False, 0, 1, None], "list": LISTS, "object": OBJECTS}
 ANYTHING = [each for values in VALUES.values() for each in values]
 
 
 def fails_in_vllm(name: str, value: Any) -> bool:
-    """Return whether vLLM's own server (0.32) answers a field with 500, which also ends connections of other requests.
+    """Return whether a field makes vLLM's own server (0.32) answer 500, or draw from NaN.
 
-    - `structured_outputs` that is no object: a validator asks any value for its `get`;
+    - `structured_outputs` that is no object: a validator asks any value for its `get`, and the connection is closed;
+    - a grammar that allows no first token;
+    - `repetition_penalty` that float32 takes for 0 or infinity, or NaN: logits are divided and multiplied by it;
     - half of a surrogate pair, or an integer past 64 bits, in what goes to the engine: it cannot be encoded, and nobody
       looks before it is sent.
     """
     if name == "structured_outputs":
-        return value is not None and not isinstance(value, dict)
+        return value == ENDLESS or (value is not None and not isinstance(value, dict))
+    if name == "repetition_penalty":
+        return isinstance(value, int | float) and not (value <= 0 or 1e-37 < value < 3e38)
     if name in ("top_k", "stream_interval"):
         return isinstance(value, int) and value >= 2**64
     return name not in ("prompt", "messages") and "\\ud800" in json.dumps(value)

@@ -12,10 +12,10 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from tests.parity.engines import allow_several
 from tests.statistics import assert_goodness_of_fit
 from tests.test_rows import detached
 from tests.test_v1_sampler import MODES, batch_of, draw, random_logits
+from vllm_gumbel.integration import compat
 from vllm_gumbel.integration.speculative import Verifier
 from vllm_gumbel.integration.v1 import GumbelSampler
 
@@ -27,7 +27,7 @@ GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.01, "seed": 3}
 @pytest.fixture(scope="module", autouse=True)
 def stock_kernels():
     """vLLM's own verification needs what a worker on a CPU loads."""
-    allow_several()  # other tests of this process have loaded Numba
+    compat.allow_another_engine()  # other tests of this process have loaded Numba
     current_platform.import_kernels()
     current_platform.register_triton_kernel_overrides()
 

@@ -56,24 +56,6 @@ DRAFTS = {
 }
 
 
-def allow_several() -> None:
-    """Let vLLM start another engine in a process in which Numba is loaded.
-
-    At a start on a CPU vLLM 0.32 looks through the names of every module for its kernels, and llvmlite's library
-    answers to any name, `__dict__` too, with a function. That ends the second start.
-    """
-    from llvmlite.binding import ffi
-
-    answer = ffi._lib_wrapper.__getattr__
-
-    def answer_to_functions(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return answer(self, name)
-
-    ffi._lib_wrapper.__getattr__ = answer_to_functions
-
-
 def start(model: str, sampler: str, **arguments):
     """Return an engine."""
     from vllm import LLM
@@ -167,7 +149,6 @@ def drafts(model: str, drafter: str) -> dict:
 
 def main(model: str, drafter: str, output: str) -> None:
     """Run all."""
-    allow_several()
     Path(output).write_text(json.dumps({"logprobs": logprobs(model), "drafts": drafts(model, drafter)}))
 
 

@@ -118,6 +118,28 @@ def log_interval() -> float:
     return float(envs.VLLM_LOG_STATS_INTERVAL)
 
 
+def allow_another_engine() -> None:
+    """Let vLLM start one more engine on a CPU in a process in which Numba is loaded.
+
+    At each start vLLM 0.31 and later look for their kernels through the names of every module, and for a `__dict__` of
+    whatever those name. llvmlite's library answers to any name with a function, which ends that start: from now on it
+    answers to no name that Python keeps for itself.
+    """
+    from llvmlite.binding import ffi  # type: ignore[import-untyped]
+
+    library = type(ffi.lib)
+    answer = getattr(library, "__getattr__", None)
+    if answer is None or answer.__module__ == __name__:
+        return
+
+    def answer_to_functions(self: object, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(self, name)
+
+    library.__getattr__ = answer_to_functions
+
+
 def is_warm_up(request_id: str) -> bool:
     """Return whether a request is one of those that runner V2 makes for itself, to warm up its kernels."""
     return request_id.startswith(("_warmup_", "_v2_mixed_warmup"))

@@ -67,8 +67,7 @@ class GumbelSampler(Sampler):
         self.settings = settings or SamplerSettings()
         self.backend = dispatch.choose(self.settings.backend)
         self.recorder = recorder
-        self._usable_vocab = usable_vocab
-        self._default_stop = default_stop
+        self._usable_vocab, self._default_stop = usable_vocab, default_stop
         self.seeds = seeds or SeedSource(seed=0, replica=0)
         self.watch = Watch(self.settings, self.backend, usable_vocab)
         self._decides_alone = True
@@ -98,6 +97,7 @@ class GumbelSampler(Sampler):
         )
         sampler.recorder = worker.recorder(config, settings, sampler.backend.name)
         worker.announce(sampler.backend, str(NOISE_VERSION))
+        compat.allow_another_engine()  # for Numba is loaded now
         return sampler
 
     @classmethod
