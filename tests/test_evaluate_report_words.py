@@ -143,6 +143,15 @@ def test_verification_says_what_its_verdicts_say(verdicts, words, mark):
     assert given_mark == mark
 
 
+def test_verification_names_the_first_texts_that_differ_and_counts_the_others():
+    records = [examples.verified(i, "differs", explanation=f"reason {i}") for i in range(7)]
+    said = [finding.text for finding in page(examples.verification(records=records)).findings]
+    assert [text for text in said if "reason" in text] == [f"{records[i]['id']}: reason {i}." for i in range(5)]
+    assert "Two further texts: the table of records says why." in said
+    one_more = [finding.text for finding in page(examples.verification(records=records[:5])).findings]
+    assert not [text for text in one_more if "further" in text]
+
+
 @pytest.mark.parametrize(
     ("code", "words", "mark"),
     [

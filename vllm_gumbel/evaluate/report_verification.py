@@ -15,6 +15,8 @@ from vllm_gumbel.evaluate.words import counted, moment, number, percent, sentenc
 MARKS = {"differs": "bad", "unreadable": "unsure", "undecided": "unsure", "matches": "good"}
 #: Records whose tokens are drawn, and tokens of one that are.
 DRAWN, TOKENS = 6, 400
+#: Texts whose explanation is among the first words.
+EXPLAINED = 5
 #: Bounds of a histogram of margins, in nats.
 MARGINS = (-math.inf, -2.0, -0.5, -0.1, 0.0, 0.1, 0.5, 1.0, 2.0, 4.0, math.inf)
 
@@ -69,9 +71,12 @@ def _findings(data: Verification) -> Iterator[Finding]:
     for verdict, words in (("undecided", "undecided: too little evidence"), ("unreadable", "could not be verified")):
         if verdicts[verdict]:
             yield Finding(f"{counted(verdicts[verdict], 'text').capitalize()} {words}.", "unsure")
-    reasons = Counter(record.explanation for record in differs if record.explanation)
-    for reason, count in reasons.most_common(8):
-        yield Finding(f"What explains {counted(count, 'text')} best: {reason}.", "bad")
+    explained = [record for record in differs if record.explanation]
+    for record in explained[:EXPLAINED]:
+        yield Finding(f"{record.id}: {record.explanation}.", "bad")
+    if len(explained) > EXPLAINED:
+        further = counted(len(explained) - EXPLAINED, "further text")
+        yield Finding(f"{further.capitalize()}: the table of records says why.", "bad")
     decided = sorted(record.decided_at for record in differs if record.decided_at is not None)
     if decided:
         middle = decided[(len(decided) - 1) // 2]
