@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.interpreted import run
+from tests.v2 import features
 from tests.v2.engine import REQUESTS, RUNS, SEEDED
 
 
@@ -32,6 +33,27 @@ def test_tokens_and_logprobs_are_those_of_runner_v1(outputs, engine):
     for found, expected in zip(outputs["gumbel"]["logprobs"], logprobs, strict=True):
         assert found == expected or found == pytest.approx(expected, abs=1e-3)
     assert tokens[2] != tokens[3], "the salt gives other noise"
+
+
+@pytest.fixture(scope="module")
+def features_v1(engine):
+    """What runner V1 answers, as JSON gives it back."""
+    return json.loads(json.dumps(features.answers(engine)))
+
+
+@pytest.mark.parametrize("name", features.FEATURES)
+def test_feature_acts_as_under_runner_v1(name, outputs, features_v1):
+    """Texts, tokens and endings are equal, ids and ranks of logprobs too, and their values but for rounding."""
+    found, expected = outputs["features"][name], features_v1[name]
+    assert {choice[2] for choice in found["choices"]} == {features.FEATURES[name][2]}
+    assert [choice[:4] for choice in found["choices"]] == [choice[:4] for choice in expected["choices"]]
+    shown = [(choice[4], other[4]) for choice, other in zip(found["choices"], expected["choices"], strict=True)]
+    for logprobs, others in [*shown, (found["prompt"], expected["prompt"])]:
+        assert (logprobs is None) == (others is None)
+        for at, other in zip(logprobs or (), others or (), strict=True):
+            assert (at is None) == (other is None)
+            for ours, theirs in zip(at or (), other or (), strict=True):
+                assert ours == [*theirs[:2], pytest.approx(theirs[2], abs=1e-3)]
 
 
 def test_tokens_do_not_depend_on_backend_or_schedule(outputs):

@@ -66,5 +66,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         if any(tensor.device.type != "cpu" for tensor in tensors):
             _restore(self, given, used, *named)
 
+    _store = interpreter.InterpreterBuilder.create_masked_store
+
+    def _store_where_true(self: interpreter.InterpreterBuilder, to: object, value: object, mask: object, *rest: object):
+        """Take a mask for one: where a comparison of scalars is part of it, it has the type of what was compared."""
+        return _store(self, to, value, interpreter.TensorHandle(mask.data.astype(bool), mask.dtype), *rest)
+
+    interpreter.InterpreterBuilder.create_masked_store = _store_where_true
     interpreter.InterpretedFunction.__call__ = _call
     interpreter.GridExecutor._restore_args_dev = _restore_unless_in_place

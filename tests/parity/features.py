@@ -29,6 +29,7 @@ V2_EDITS = "tests/v2/check_draws.py::test_everything_before_the_draw_acts_as_und
 V2_LOGPROBS = "tests/v2/check_outputs.py::test_logprobs_are_those_of_the_definition_in_every_mode"
 V2_DRAFTS = "tests/v2/check_drafts.py::test_tokens_and_logprobs_with_drafts_are_those_without"
 V2_ENGINE = "tests/test_v2_engine.py"
+V2_FEATURE = f"{V2_ENGINE}::test_feature_acts_as_under_runner_v1"
 
 
 class Feature(NamedTuple):
@@ -75,18 +76,18 @@ FEATURES = (
         (f"{DRAWS}::test_seed_repeats_a_text_and_another_seed_does_not",),
         "tests/v2/check_draws.py::test_tokens_are_those_of_runner_v1",
     ),
-    Feature("`n`", OWN, (f"{DRAWS}::test_completions_of_one_request_are_as_many_and_as_different",)),
-    Feature("`stop`", EQUAL, (f"{STOPS}::test_stop_strings_end_both_at_one_place",)),
-    Feature("`stop_token_ids`", EQUAL, (f"{STOPS}::test_stop_token_ids_end_both_at_one_place",)),
-    Feature("`ignore_eos`", EQUAL, (f"{STOPS}::test_end_of_sequence_ends_both_unless_it_is_ignored",)),
+    Feature("`n`", OWN, (f"{DRAWS}::test_completions_of_one_request_are_as_many_and_as_different",), V2_FEATURE),
+    Feature("`stop`", EQUAL, (f"{STOPS}::test_stop_strings_end_both_at_one_place",), V2_FEATURE),
+    Feature("`stop_token_ids`", EQUAL, (f"{STOPS}::test_stop_token_ids_end_both_at_one_place",), V2_FEATURE),
+    Feature("`ignore_eos`", EQUAL, (f"{STOPS}::test_end_of_sequence_ends_both_unless_it_is_ignored",), V2_FEATURE),
     Feature("`min_tokens`", EQUAL, (f"{STOPS}::test_min_tokens_puts_off_the_end_and_the_stops",), V2_EDITS),
-    Feature("`max_tokens`", EQUAL, (f"{STOPS}::test_max_tokens_is_the_length",)),
-    Feature("`logprobs` 0", EQUAL, (f"{LOGPROBS}::test_logprobs_of_the_drawn_token_alone",)),
+    Feature("`max_tokens`", EQUAL, (f"{STOPS}::test_max_tokens_is_the_length",), V2_FEATURE),
+    Feature("`logprobs` 0", EQUAL, (f"{LOGPROBS}::test_logprobs_of_the_drawn_token_alone",), V2_FEATURE),
     Feature("`logprobs` 5", EQUAL, (f"{LOGPROBS}::test_logprobs_of_the_five_best",), V2_LOGPROBS),
     Feature("`logprobs` -1", EQUAL, (f"{LOGPROBS}::test_logprobs_of_all_ids",)),
     Feature("the four `--logprobs-mode`", EQUAL, (f"{ENGINES}::test_logprobs_of_every_mode_are_stocks",), V2_LOGPROBS),
-    Feature("`prompt_logprobs`", EQUAL, (f"{LOGPROBS}::test_logprobs_of_the_prompt",)),
-    Feature("`logprob_token_ids`", EQUAL, (f"{LOGPROBS}::test_logprobs_of_chosen_ids",)),
+    Feature("`prompt_logprobs`", EQUAL, (f"{LOGPROBS}::test_logprobs_of_the_prompt",), V2_FEATURE),
+    Feature("`logprob_token_ids`", EQUAL, (f"{LOGPROBS}::test_logprobs_of_chosen_ids",), V2_FEATURE),
     Feature(
         "presence, frequency and repetition penalties",
         EQUAL,
@@ -96,12 +97,17 @@ FEATURES = (
     Feature("`bad_words`", EQUAL, (f"{LOGITS}::test_bad_words_are_said_by_neither",), V2_EDITS),
     Feature("`logit_bias`", EQUAL, (f"{LOGITS}::test_logit_bias_moves_both",), V2_EDITS),
     Feature("`allowed_token_ids`", EQUAL, (f"{LOGITS}::test_allowed_token_ids_are_all_that_is_said",), V2_EDITS),
-    Feature("JSON by a schema", EQUAL, (f"{STRUCTURED}::test_json_by_a_schema",)),
-    Feature("text by a regex", EQUAL, (f"{STRUCTURED}::test_text_by_a_regex",)),
-    Feature("choice of texts", EQUAL, (f"{STRUCTURED}::test_choice_of_texts",)),
-    Feature("text by a grammar", EQUAL, (f"{STRUCTURED}::test_text_by_a_grammar",)),
+    Feature("JSON by a schema", EQUAL, (f"{STRUCTURED}::test_json_by_a_schema",), V2_FEATURE),
+    Feature("text by a regex", EQUAL, (f"{STRUCTURED}::test_text_by_a_regex",), V2_FEATURE),
+    Feature("choice of texts", EQUAL, (f"{STRUCTURED}::test_choice_of_texts",), V2_FEATURE),
+    Feature("text by a grammar", EQUAL, (f"{STRUCTURED}::test_text_by_a_grammar",), V2_FEATURE),
     Feature("`thinking_token_budget`", EQUAL, (f"{STOPS}::test_thinking_budget_ends_a_thought",)),
-    Feature("`repetition_detection`", EQUAL, (f"{STOPS}::test_repetition_that_is_detected_ends_both_at_one_place",)),
+    Feature(
+        "`repetition_detection`",
+        EQUAL,
+        (f"{STOPS}::test_repetition_that_is_detected_ends_both_at_one_place",),
+        V2_FEATURE,
+    ),
     Feature("streaming", EQUAL, (f"{ENDPOINTS}::test_streams_say_what_whole_answers_say",)),
     Feature("beam search", EQUAL, (f"{ENDPOINTS}::test_beams_are_stocks",)),
     Feature("LoRA", EQUAL, (f"{ENDPOINTS}::test_adapter_speaks_as_for_stock",)),

@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+from tests.v2.features import answers
+
 #: Requests, each with a prompt; all seeded or greedy, so that any engine must give the same tokens.
 REQUESTS = [
     ("The capital of France is", {"temperature": 0}),
@@ -91,6 +93,8 @@ def main(model: str, output: str, *runs: str) -> None:
             "metrics": metrics,
             "labels": labels,
         }
+        if name == OURS:
+            written["features"] = answers(llm)
         llm.llm_engine.engine_core.shutdown()
         del llm
         gc.collect()
