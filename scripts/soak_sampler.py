@@ -217,7 +217,8 @@ def slope(steps: list[int], held: list[float]) -> tuple[float, float]:
 
     x = np.array(steps) / 1000
     fit = stats.linregress(x, held)
-    return float(fit.slope), float(fit.stderr * stats.t.ppf(0.975, len(x) - 2))
+    error = 0.0 if np.ptp(held) == 0 else fit.stderr  # it is a NaN where nothing changes
+    return float(fit.slope), float(error * stats.t.ppf(0.975, len(x) - 2))
 
 
 def counted(folder: Path) -> Counter[tuple[str, str]]:
