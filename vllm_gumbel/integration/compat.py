@@ -20,6 +20,7 @@ get_top_k_top_p takes and returns more; we do not call it |
 only for batches without any logits processor; vLLM always loads its own three, so it is not reached |
 """
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -119,14 +120,15 @@ def log_interval() -> float:
 
 
 def allow_another_engine() -> None:
-    """Let vLLM start one more engine on a CPU in a process in which Numba is loaded.
+    """Let vLLM start one more engine on a CPU in a process in which Numba is loaded; where it is not, do nothing.
 
     At each start vLLM 0.31 and later look for their kernels through the names of every module, and for a `__dict__` of
     whatever those name. llvmlite's library answers to any name with a function, which ends that start: from now on it
     answers to no name that Python keeps for itself.
     """
-    from llvmlite.binding import ffi  # type: ignore[import-untyped]
-
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None:
+        return
     library = type(ffi.lib)
     answer = getattr(library, "__getattr__", None)
     if answer is None or answer.__module__ == __name__:

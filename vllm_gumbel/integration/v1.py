@@ -97,7 +97,7 @@ class GumbelSampler(Sampler):
         )
         sampler.recorder = worker.recorder(config, settings, sampler.backend.name)
         worker.announce(sampler.backend, str(NOISE_VERSION))
-        compat.allow_another_engine()  # for Numba is loaded now
+        compat.allow_another_engine()
         return sampler
 
     @classmethod
