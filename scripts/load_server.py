@@ -22,7 +22,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import statistics
 import sys
@@ -201,19 +200,13 @@ class Load:
 
 def cut(model: Path, layers: int, folder: Path) -> Path:
     """Write a copy of a Llama that has its first layers only, and return its folder."""
-    from safetensors.torch import load_file, save_file
+    from scripts.rounded_model import rewritten
 
-    folder.mkdir()
-    for file in model.iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, folder / file.name)
-            continue
-        tensors = load_file(file)
-        for name in list(tensors):
-            found = re.match(r"model\.layers\.(\d+)\.", name)
-            if found is not None and int(found[1]) >= layers:
-                del tensors[name]
-        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+    def kept(name: str, weight: Any) -> Any:
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return weight if found is None or int(found[1]) < layers else None
+
+    rewritten(model, folder, kept)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
     return folder

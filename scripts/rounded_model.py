@@ -10,6 +10,7 @@ Embeddings, output head and norms stay, as in most quantised models.
 
 import argparse
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,18 +26,33 @@ def rounded(model_folder: Path, bits: int, out_folder: Path) -> Path:
         bits: of a weight, 2 to 8.
         out_folder: to write; what a run that was cut off left there is replaced.
     """
-    from safetensors.torch import load_file, save_file
-
     if not 2 <= bits <= 8:
         raise ValueError(f"bits must be an integer from 2 to 8, got {bits}")
+    return rewritten(
+        model_folder,
+        out_folder,
+        lambda name, weight: _rounded(weight, bits) if _is_projection(name) else weight,
+    )
+
+
+def rewritten(model_folder: Path, out_folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Path:
+    """Write a copy of a model in safetensors whose weights are what `change` makes of them, and return its folder.
+
+    Args:
+        model_folder: of the model.
+        out_folder: to write; what is there is replaced.
+        change: called with the name of each weight and itself; None leaves it out.
+    """
+    from safetensors.torch import load_file, save_file
+
     out_folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(model_folder.iterdir()):
         if file.suffix != ".safetensors":
             shutil.copy(file, out_folder / file.name)
             continue
-        tensors = load_file(file)
-        changed = {name: _rounded(weight, bits) if _is_projection(name) else weight for name, weight in tensors.items()}
-        save_file(changed, out_folder / file.name, metadata={"format": "pt"})
+        changed = {name: change(name, weight) for name, weight in load_file(file).items()}
+        kept = {name: weight for name, weight in changed.items() if weight is not None}
+        save_file(kept, out_folder / file.name, metadata={"format": "pt"})
     return out_folder
 
 
