@@ -231,13 +231,17 @@ def test_refusals_are_kept_with_the_servers_words_and_not_repeated(tmp_path, pro
     out = tmp_path / "out"
     found = compared(*pair, out, "--prompts", prompts, "--seeds", 2)
     assert (found["failed"], found["pairs"]) == ({"baseline": 0, "candidate": 2}, 22)
-    assert found["failures"]["candidate"][0] == ["p5/0", "/v1/completions: 400 Bad Request: told to say 400"]
+    refused = [[f"p5/{number}", "/v1/completions: 400 Bad Request: told to say 400"] for number in range(2)]
+    assert found["failures"]["candidate"] == refused
     assert "0 of the baseline's and 2 of the candidate's failed" in found["words"]
     assert "told to say 400" in capsys.readouterr().out
     asked = len(pair[1].bodies)
     pair[1].mood = lambda body, before: "ok"
-    compared(*pair, out, "--prompts", prompts, "--seeds", 2)
-    assert len(pair[1].bodies) == asked
+    for _ in range(2):
+        assert compared(*pair, out, "--prompts", prompts, "--seeds", 2)["failures"]["candidate"] == refused
+        assert len(pair[1].bodies) == asked
+        records = (out / "candidate.jsonl").read_text().splitlines(keepends=True)
+        (out / "candidate.jsonl").write_text("".join(reversed(records)))  # whichever came first
     mended = compared(*pair, out, "--prompts", prompts, "--seeds", 2, "--retry-failed")
     assert len(pair[1].bodies) == asked + 2
     assert mended["failed"] == {"baseline": 0, "candidate": 0}

@@ -3,7 +3,7 @@
 import datetime
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ def document(
         "pairs": sum(map(len, answers.pairs())),
         "failed": {role: sum(each.error is not None for each in answers.of(role).values()) for role in ROLES},
         "missing": {role: len(answers.prompts) * answers.seeds - len(answers.of(role)) for role in ROLES},
-        "failures": {role: [] if redact else _failures(answers.of(role).values()) for role in ROLES},
+        "failures": {role: [] if redact else _failures(answers, role) for role in ROLES},
         "unit": unit,
         "measures": rows(None),
         "agreement": _agreement(answers, unit, level),
@@ -295,9 +295,11 @@ def _quantiles(values: Floats) -> list[float]:
     return [float(each) for each in np.quantile(known, QUANTILES)] if known.size else []
 
 
-def _failures(records: Iterable[Record]) -> list[list[str]]:
-    """Return what the first failed requests were told."""
-    return [[each.id, each.error] for each in records if each.error is not None][:MOST_FAILURES]
+def _failures(answers: Answers, role: str) -> list[list[str]]:
+    """Return what the first failed requests of a side were told, in the order of the prompts: answers come in any."""
+    names = (name_of(prompt, number) for prompt in answers.prompts for number in range(answers.seeds))
+    records = (answers.of(role).get(name) for name in names)
+    return [[each.id, each.error] for each in records if each is not None and each.error is not None][:MOST_FAILURES]
 
 
 def _examples(answers: Answers, unit: str) -> list[dict[str, Any]]:
