@@ -158,14 +158,22 @@ class Load:
     async def _stream_on(self) -> None:
         import httpx
 
-        while time.perf_counter() < self._ends:
+        while (began := time.perf_counter()) < self._ends:
+            number = next(self._numbers)
             try:
-                wrong = await self._ask(request(next(self._numbers)))
+                wrong = await self._ask(request(number))
             except (httpx.HTTPError, ValueError, LookupError) as error:
                 wrong = type(error).__name__
+                causes: BaseException | None = error
+                while causes is not None:
+                    print(f"request {number}: {causes!r}", file=sys.stderr)
+                    causes = causes.__cause__ or causes.__context__
             if wrong is None:
                 self._turn.requests += 1
             else:
+                now = time.perf_counter()
+                at = f"{now - began:.1f} s after it was sent, {now - self._began:.0f} s into the turn"
+                print(f"request {number}: {wrong}, {at}", file=sys.stderr, flush=True)
                 self._turn.errors[wrong] += 1
                 await asyncio.sleep(0.1)  # a server that is gone must not be asked as fast as it refuses
 
