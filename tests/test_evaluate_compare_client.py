@@ -26,7 +26,7 @@ CHAT = Prompt(id="c", messages=[{"role": "user", "content": "Hello"}])
 PARAMS = {"max_tokens": 12, "seed": 3, "temperature": 1.0, "gumbel_salt": 5}
 
 
-def asked(state, prompt=PROMPT, *, tries=1, params=PARAMS, features=None, key=None, timeout=5.0, chat=False):
+def asked(state, prompt=PROMPT, *, tries=1, params=PARAMS, features=None, key=None, timeout=60.0, chat=False):
     """Return the record of one request to a server that listens."""
     endpoint = Endpoint(state.url, "m", features or Features(token_ids=True), key)
     patience = Patience(tries, first_wait=0.001, luck=random.Random(0))
@@ -174,7 +174,7 @@ def looked(state, settings=None, prompts=(PROMPT,), name="", tries=1):
             settings or {},
             list(prompts),
             chat=False,
-            timeout=5.0,
+            timeout=60.0,
             patience=Patience(tries, 0.001),
         )
     )
