@@ -47,6 +47,22 @@ def test_top_n_of_every_size():
         assert (np.diff(logprobs[:, 1:]) <= 0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [512, 513, 2000, 5000])
+def test_long_lists_are_in_order_too(n, dtype):
+    """Values of every size, zeros of either sign, masked ids, and ties among all of them."""
+    rng = np.random.default_rng(n)
+    values = rng.normal(size=(4, 5000)) * rng.choice([1e-30, 1e-3, 1, 1e4], (4, 5000))
+    values[:, ::7], values[:, ::11], values[:, ::13], values[:, ::17] = 0.0, -0.0, -INFINITY, 1.5
+    tensor = torch.from_numpy(values).to(DTYPES[dtype])
+    logits = (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
+    order = np.argsort(-tensor.double().numpy(), axis=1, kind="stable")
+    ids, logprobs, _ = gather(logits, order[:, 0], n)
+    assert (ids[:, 1:] == order[:, :n]).all()
+    assert (logprobs[:, 1:6] == gather(logits, order[:, 0], 5)[1][:, 1:]).all()
+    assert np.allclose(logprobs[:, 1:], tensor.float().log_softmax(-1).numpy()[np.arange(4)[:, None], order[:, :n]])
+
+
 def test_bad_rows_have_numbers():
     """vllm#48585: NaN is -inf, +inf shares the mass, no finite logit is -inf; neighbours keep theirs."""
     logits = np.random.default_rng(2).normal(size=(6, 300)).astype(np.float32)

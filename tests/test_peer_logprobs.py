@@ -112,6 +112,19 @@ def test_numba_gathers_what_vllm_gathers_from_a_softmax(wanted):
     assert torch.allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_neighbour_that_asks_for_all_ids_changes_no_logprob_and_no_order_of_ties(dtype):
+    """What a request gets are the first columns of the batch's, of which there are as many as its neediest row asks."""
+    logits = random_logits(8, 3000, seed=5, dtype=dtype).mul(4).round().div(4)
+    tokens = torch.arange(8)
+    everything = GumbelSampler().raw_logprobs(logits, tokens, 3000)
+    for wanted in (0, 5, 1025):
+        found = GumbelSampler().raw_logprobs(logits, tokens, wanted)
+        assert torch.equal(found.logprobs, everything.logprobs[:, : wanted + 1])
+        assert torch.equal(found.logprob_token_ids, everything.logprob_token_ids[:, : wanted + 1])
+        assert torch.equal(found.selected_token_ranks, everything.selected_token_ranks)
+
+
 def test_ranks_count_the_ids_that_are_no_worse():
     values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 7.0, 7.0], [-torch.inf, 0.0, -torch.inf]])
     tokens = torch.tensor([1, 1, 2, 0])

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.gumbel")
 
-#: More logprobs than this are left to vLLM, which sorts the whole row for them.
-MOST_GATHERED = 1024
-
 
 class GumbelSampler(Sampler):
     """Draws every token as argmax(logit / temperature + noise(seed, position, token)).
@@ -383,7 +380,7 @@ class GumbelSampler(Sampler):
 
     def raw_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, wanted: int) -> LogprobsTensors:
         """Return logprobs of `tokens` int64 [rows] and the `wanted` best, from logits [rows, vocab] as they came."""
-        if logits.device.type == "cpu" and wanted <= MOST_GATHERED:
+        if logits.device.type == "cpu":
             found = self.backend.gather_logprobs(as_array(logits), tokens.numpy(), wanted)
             if found is not None:
                 return LogprobsTensors(*(torch.from_numpy(each) for each in found))

@@ -49,6 +49,8 @@ from vllm_gumbel.kernels.scratch_numba import scratch_of
 from vllm_gumbel.kernels.select_numba import bound_of_nth, collect, cut_of_top_k, keep_cut
 
 _PER_LN2 = F32(1 / math.log(2.0))
+#: Lists up to this length are sorted in place; longer ones a byte at a time, which costs the same for any order.
+SHORT = 512
 
 
 @jit(inline=True)
@@ -109,6 +111,42 @@ def count_at_least(row: Any, maxima: Any, bound: Any) -> Any:
     return count
 
 
+@jit(inline=True)
+def byte_of(x: Any, shift: Any) -> Any:
+    """Return a byte, int64, of a number that is the smaller the larger `x` is; zeros of either sign are equal."""
+    return (I64(0x7FFFFFFF) - I64(key_of_float(x if x != F32(0) else F32(0)))) >> I64(shift) & I64(255)
+
+
+@jit
+def move_by_byte(ids: Any, xs: Any, to_ids: Any, to_xs: Any, starts: Any, shift: Any) -> None:
+    """Copy a list ordered by one byte of its values, those with equal bytes as they stood; `starts` is int64 [256]."""
+    starts[:] = 0
+    for i in range(len(ids)):
+        starts[byte_of(xs[i], shift)] += 1
+    start = I64(0)
+    for byte in range(256):
+        start, starts[byte] = start + starts[byte], start
+    for i in range(len(ids)):
+        byte = byte_of(xs[i], shift)
+        to_ids[starts[byte]], to_xs[starts[byte]] = ids[i], xs[i]
+        starts[byte] += 1
+
+
+@jit
+def sort_long(ids: Any, xs: Any, spare: Any) -> None:
+    """Sort values and their ids, ascending, by value, best first, ties by lowest id; LSD radix sort (TAOCP 5.2.5 R).
+
+    Args:
+        ids: int32 [n].
+        xs: float32 [n], no NaN.
+        spare: float32 [n] or more, written.
+    """
+    spare_ids, spare_xs, starts = np.empty(len(ids), np.int32), spare[: len(xs)], np.empty(256, np.int64)
+    for shift in (0, 16):
+        move_by_byte(ids, xs, spare_ids, spare_xs, starts, shift)
+        move_by_byte(spare_ids, spare_xs, ids, xs, starts, shift + 8)
+
+
 @jit
 def list_best(row: Any, n: Any, scratch: Any) -> None:
     """Write the n best logits of a row and their ids to the front of the lists, best first, ties by lowest id."""
@@ -121,10 +159,13 @@ def list_best(row: Any, n: Any, scratch: Any) -> None:
     if found > n:
         cut_x, cut_id = cut_of_top_k(ids[:found], xs[:found], n, scratch.values)
         found = keep_cut(ids[:found], xs[:found], cut_x, cut_id)
+    if found > SHORT:
+        sort_long(ids[:found], xs[:found], scratch.values)
+        return
     gap = I64(1)
     while 3 * gap + 1 < found:
         gap = 3 * gap + 1
-    while gap > 0:  # Shell's sort: in place, and short lists are the rule
+    while gap > 0:  # Shell's sort: in place
         for i in range(gap, found):
             x, token, j = xs[i], ids[i], I64(i)
             while j >= gap and (xs[j - gap] < x or (xs[j - gap] == x and ids[j - gap] > token)):
