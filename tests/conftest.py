@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
     from tests.serving import Server
 
-# Before any test module imports vLLM or transformers, which read these once.
-os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_CPU_KVCACHE_SPACE="2")
+# Before any test module imports vLLM or transformers, which read these once. A GiB of cache each: up to four servers
+# and engines live at a time, beside the tests without any, and one that finds less free than its cache does not start.
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", VLLM_CPU_KVCACHE_SPACE="1")
 # Tests read logs, and scripts that they import ask for less; threads that wait must not take another engine's time.
 os.environ.update(VLLM_LOGGING_LEVEL="INFO", GOMP_SPINCOUNT="0")
 
