@@ -239,8 +239,7 @@ async def alternate(
     pairs = max(1, round(arguments.minutes / arguments.turn_minutes))
     turns: dict[str, list[Turn]] = {arm: [] for arm in servers}
     held: dict[str, list[float]] = {arm: [] for arm in servers}
-    # A server closes what is idle for five seconds, maybe just when the next request goes out.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("turns", total=2 * pairs)
         for pair in range(-1, pairs):  # the first is a short one, in which either server warms up

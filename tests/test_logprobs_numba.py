@@ -7,6 +7,7 @@ import torch
 from tests.rows import INFINITY, NAN
 from vllm_gumbel.kernels.contract import widen
 from vllm_gumbel.kernels.logprobs_numba import gather
+from vllm_gumbel.kernels.slots import as_array
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -14,7 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def make(rng, rows, vocabulary, dtype, spread):
     """Return the same logits as a tensor, and as the array that `gather` takes."""
     tensor = torch.from_numpy(rng.normal(0, spread, (rows, vocabulary)).astype(np.float32)).to(DTYPES[dtype])
-    return tensor, (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
+    return tensor, as_array(tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,7 +56,7 @@ def test_long_lists_are_in_order_too(n, dtype):
     values = rng.normal(size=(4, 5000)) * rng.choice([1e-30, 1e-3, 1, 1e4], (4, 5000))
     values[:, ::7], values[:, ::11], values[:, ::13], values[:, ::17] = 0.0, -0.0, -INFINITY, 1.5
     tensor = torch.from_numpy(values).to(DTYPES[dtype])
-    logits = (tensor.view(torch.uint16) if dtype == "bfloat16" else tensor).numpy()
+    logits = as_array(tensor)
     order = np.argsort(-tensor.double().numpy(), axis=1, kind="stable")
     ids, logprobs, _ = gather(logits, order[:, 0], n)
     assert (ids[:, 1:] == order[:, :n]).all()
